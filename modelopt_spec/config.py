@@ -1,0 +1,190 @@
+"""Configuration of a drafter: frozen, validated when it is built, and completed from the target.
+
+Every field that may stay ``None`` is filled by :func:`resolve` from the target's :class:`TargetShape`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from modelopt.torch.opt.config import ModeloptBaseConfig
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from modelopt_spec.conventions import BlockLayout
+from modelopt_spec.errors import ConfigError, nearest
+
+__all__ = [
+    "Algorithm",
+    "BackboneConfig",
+    "ConfidenceConfig",
+    "DrafterConfig",
+    "HeadConfig",
+    "LossConfig",
+    "SpecConfig",
+]
+
+Algorithm = Literal["dflash", "dspark", "domino"]
+
+
+def _readable(name: str, error: ValidationError) -> str:
+    """One line for each mistake: where it is, what is wrong, what was given."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        given = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
+        lines.append(f"{where}: {message}{given}" if where else f"{message}{given}")
+    return lines[0] if len(lines) == 1 and not lines[0][0].islower() else f"{name}: " + "; ".join(lines)
+
+
+class SpecConfig(ModeloptBaseConfig):
+    """Frozen base of all configs; an unknown key is an error that suggests the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_assignment=False, validate_default=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_readable(type(self).__name__, error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ConfigError(
+                        f"{cls.__name__} has no field {key!r} (value {data[key]!r}).{nearest(str(key), cls.model_fields)}"
+                        f" Known fields: {', '.join(cls.model_fields)}"
+                    )
+        return data
+
+    def replace(self, **changes: Any) -> Any:
+        """A validated copy with some fields changed."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**values, **changes})
+
+
+class BackboneConfig(SpecConfig):
+    """The block-parallel transformer of a DFlash drafter; unset sizes follow the target."""
+
+    type: Literal["dense", "moe_mhc"] = Field(
+        default="dense", description="dense: Qwen3-style layers; moe_mhc: DeepSeek-V4 stages with hyper-connections"
+    )
+    num_layers: int | None = Field(default=None, ge=1, description="draft layers; 5, or fewer for a shallow target")
+    hidden_size: int | None = Field(default=None, ge=1, description="D; must equal the target's to share its modules")
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=2)
+    intermediate_size: int | None = Field(default=None, ge=1, description="width of the MLP")
+    hidden_act: str = Field(default="silu", description="engines serve silu only")
+    rms_norm_eps: float | None = Field(default=None, gt=0)
+    rope_parameters: dict[str, Any] | None = Field(
+        default=None, description="as in transformers 5: rope_type, rope_theta and the scaling's own keys"
+    )
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    attention_bias: bool = False
+    causal: bool = Field(default=False, description="causal instead of bidirectional attention inside a block")
+    sliding_window: int | None = Field(default=None, ge=1, description="context tokens that a block sees; null = all")
+    window_rule: Literal["block", "query"] = Field(
+        default="block", description="block: vLLM, SGLang (the last `window` context tokens); query: llama.cpp"
+    )
+    attention_sink: bool = Field(default=False, description="one learned logit per head in the softmax denominator")
+
+    @model_validator(mode="after")
+    def _check(self) -> BackboneConfig:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads and kv_heads and heads % kv_heads:
+            raise ConfigError(
+                f"backbone.num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        if self.head_dim and self.head_dim % 2:
+            raise ConfigError(f"backbone.head_dim {self.head_dim} must be even (rotary embedding)")
+        return self
+
+
+class HeadConfig(SpecConfig):
+    """The correction head: which one, and its sizes."""
+
+    type: str = Field(default="none", description="none, vanilla, gated, rnn, gru or a registered name")
+    rank: int = Field(default=256, ge=1, description="R, width of the latent that W_out projects to the vocabulary")
+    gru_hidden_dim: int | None = Field(default=None, ge=1, description="Domino: width of the GRU state; 2 R by default")
+    pure_draft_prefix_len: int = Field(default=1, ge=0, description="Domino: drafted slots that keep base logits")
+
+
+class ConfidenceConfig(SpecConfig):
+    """The head that predicts, for each slot, whether its token will be accepted."""
+
+    enabled: bool = False
+    with_markov: bool = Field(default=True, description="also feed the head's embedding of the previous token")
+
+
+class DrafterConfig(SpecConfig):
+    """Everything that defines a drafter. ``None`` means: from the target."""
+
+    algorithm: Algorithm = "dspark"
+    block_size: int = Field(default=7, ge=2, le=64, description="K, slots of a block (gamma)")
+    layout: BlockLayout = BlockLayout.ANCHOR_FIRST
+    target_layer_ids: tuple[int, ...] | None = Field(default=None, description="taps, 0-based layer outputs")
+    num_taps: int | None = Field(default=None, ge=1, description="how many taps to spread when ids are not given")
+    mask_token: str | None = Field(default=None, description="token that fills undrafted slots, or 'auto'")
+    mask_token_id: int | None = Field(default=None, ge=0)
+    backbone: BackboneConfig = Field(default_factory=BackboneConfig)
+    head: HeadConfig = Field(default_factory=HeadConfig)
+    confidence: ConfidenceConfig = Field(default_factory=ConfidenceConfig)
+    vocab_size: int | None = Field(default=None, ge=2, description="V, rows of the target's embedding")
+    draft_vocab_size: int | None = Field(default=None, ge=2, description="reduced output vocabulary; null = full")
+    target_hidden_size: int | None = Field(default=None, ge=1)
+    num_target_layers: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> DrafterConfig:
+        if self.algorithm == "dflash" and self.head.type != "none":
+            raise ConfigError(
+                f"head.type is {self.head.type!r} but mode 'dflash' has no correction head: "
+                "use mode 'dspark' (vanilla, gated, rnn) or 'domino' (gru)"
+            )
+        if self.algorithm == "domino" and self.head.type != "gru":
+            raise ConfigError(f"head.type is {self.head.type!r} but mode 'domino' is the gru head: use mode 'dspark'")
+        if self.num_taps and self.target_layer_ids and self.num_taps != len(self.target_layer_ids):
+            raise ConfigError(
+                f"num_taps is {self.num_taps} but target_layer_ids names {len(self.target_layer_ids)}: give one of them"
+            )
+        if self.confidence.enabled and self.confidence.with_markov and self.head.type == "none":
+            raise ConfigError(
+                "confidence.with_markov is true but there is no correction head whose token embedding it could read: "
+                "set confidence.with_markov to false"
+            )
+        return self
+
+
+class LossConfig(SpecConfig):
+    """Weights of the loss terms; a term of weight 0 costs nothing and asks for nothing.
+
+    DSpark: ``ce * CE + tv * |p_d - p_t|_1 + confidence * BCE`` (weights ``exp(-k / decay)``).
+    Domino: ``(1 - lambda) CE(final) + lambda CE(base)``, lambda falling linearly from ``base_ce_start`` to 0 over the
+    first ``base_ce_decay_ratio`` of the steps. DFlash: plain CE, or KL distillation.
+    """
+
+    ce: float = Field(default=1.0, ge=0, description="cross entropy of the corrected logits against the data's token")
+    tv: float = Field(default=0.0, ge=0, description="|p_draft - p_target|_1, the full L1 distance")
+    confidence: float = Field(default=0.0, ge=0, description="BCE of the confidence logit against acceptance")
+    kl: float = Field(default=0.0, ge=0, description="KL(p_target || p_draft)")
+    base_ce_start: float = Field(default=0.0, ge=0, le=1, description="lambda at step 0 (Domino)")
+    base_ce_decay_ratio: float = Field(default=0.5, gt=0, le=1, description="share of the steps until lambda is 0")
+    decay: float | None = Field(default=4.0, gt=0, description="slots; null weighs all slots equally")
+    position_weights: Literal["exp", "dpace"] = "exp"
+    dpace_alpha: float = Field(default=0.5, ge=0, le=1, description="smoothing of D-PACE (arXiv 2605.18810)")
+    stop_at_gap: bool | None = Field(default=None, description="null: true for dspark and anchor-first dflash")
+
+    @model_validator(mode="after")
+    def _check(self) -> LossConfig:
+        if not (self.ce or self.tv or self.confidence or self.kl or self.base_ce_start):
+            raise ConfigError("all loss weights are 0: give at least one of ce, tv, confidence, kl, base_ce_start")
+        return self
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a term compares with the target's distribution."""
+        return bool(self.tv or self.confidence or self.kl)
