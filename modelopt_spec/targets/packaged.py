@@ -79,8 +79,8 @@ def resolve_target(name: str, *, on_convert: Callable[[str], None] | None = None
     """Turn ``pip://PACKAGE`` into a Hugging Face directory; any other name comes back unchanged.
 
     The first call verifies the packaged file's SHA-256 and converts it (some seconds); later calls only look.
-    ``on_convert`` is told in one line when a conversion starts. Two processes may do this at the same time: each converts
-    into a directory of its own, the first rename wins and both get the same path.
+    ``on_convert`` is told in one line when a conversion starts. Two processes may do this at the same time: each
+    converts into a directory of its own, the first rename wins and both get the same path.
 
     Raises:
         SpecError: an unknown packaged target, or a package (or the ``gguf`` reader) that is not installed.
@@ -128,7 +128,7 @@ def _is_complete(directory: Path) -> bool:
     try:
         sizes = json.loads((directory / RECORD_FILE).read_text(encoding="utf-8"))["files"]
         return all((directory / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
