@@ -17,6 +17,9 @@ __all__ = [
     "Algorithm",
     "BackboneConfig",
     "ConfidenceConfig",
+    "DFlashConfig",
+    "DSparkConfig",
+    "DominoConfig",
     "DrafterConfig",
     "HeadConfig",
     "LossConfig",
@@ -59,6 +62,10 @@ class SpecConfig(ModeloptBaseConfig):
                         f" Known fields: {', '.join(cls.model_fields)}"
                     )
         return data
+
+    def model_dump(self, **kwargs: Any) -> dict[str, Any]:
+        """Plain JSON types by default: what ModelOpt's state and our checkpoints hold."""
+        return super().model_dump(**{"mode": "json", **kwargs})
 
     def replace(self, **changes: Any) -> Any:
         """A validated copy with some fields changed."""
@@ -157,6 +164,45 @@ class DrafterConfig(SpecConfig):
                 "set confidence.with_markov to false"
             )
         return self
+
+
+class DFlashConfig(DrafterConfig):
+    """Mode ``dflash``: the backbone alone."""
+
+    algorithm: Algorithm = "dflash"
+
+
+class DSparkConfig(DrafterConfig):
+    """Mode ``dspark``: a Markov head (vanilla, gated or rnn) and a confidence head."""
+
+    algorithm: Algorithm = "dspark"
+    head: HeadConfig = Field(default_factory=lambda: HeadConfig(type="vanilla"))
+    confidence: ConfidenceConfig = Field(default_factory=lambda: ConfidenceConfig(enabled=True))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _head_defaults(cls, data: Any) -> Any:
+        return _with_nested_defaults(data, head={"type": "vanilla"}, confidence={"enabled": True})
+
+
+class DominoConfig(DrafterConfig):
+    """Mode ``domino``: the GRU head."""
+
+    algorithm: Algorithm = "domino"
+    head: HeadConfig = Field(default_factory=lambda: HeadConfig(type="gru"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _head_defaults(cls, data: Any) -> Any:
+        return _with_nested_defaults(data, head={"type": "gru"})
+
+
+def _with_nested_defaults(data: Any, **defaults: dict[str, Any]) -> Any:
+    """Fill what a partly given section leaves open with the mode's default instead of the section's."""
+    if not isinstance(data, dict):
+        return data
+    filled = {name: {**values, **data[name]} for name, values in defaults.items() if isinstance(data.get(name), dict)}
+    return {**data, **filled}
 
 
 class LossConfig(SpecConfig):

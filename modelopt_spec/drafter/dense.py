@@ -1,0 +1,95 @@
+"""The dense backbone of DFlash, DSpark and Domino drafters: Qwen3-style layers over injected target features.
+
+Legend: B batch, S context positions, N blocks, K slots, D hidden, T taps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_spec.config import DrafterConfig
+from modelopt_spec.drafter.attention_plan import plan_blocks
+from modelopt_spec.drafter.cache import ContextCache
+from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.drafter.layers import DraftLayer, Rotary
+from modelopt_spec.records import BlockBatch
+
+__all__ = ["DenseDrafter"]
+
+
+class DenseDrafter(Drafter):
+    """context = hidden_norm(fc(taps)); L pre-norm layers over the slots; hidden = norm(x)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        backbone = config.backbone
+        width, eps = backbone.hidden_size or 0, backbone.rms_norm_eps
+        taps = len(config.target_layer_ids or ())
+        self.fc = nn.Linear(taps * (config.target_hidden_size or 0), width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(DraftLayer(backbone) for _ in range(backbone.num_layers or 0))
+        self.norm = nn.RMSNorm(width, eps=eps)
+        self.rotary = Rotary(backbone)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and not module.weight.is_meta:
+                nn.init.normal_(module.weight, std=0.02)
+        self.add_heads()
+
+    def context(self, taps: Tensor) -> Tensor:
+        """hidden_norm(fc(taps)), [B, S, T*D_target] -> [B, S, D]."""
+        return self.hidden_norm(self.fc(taps.to(self.dtype)))
+
+    def encode(self, context: Tensor, blocks: BlockBatch, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, S, D] context and teacher-forced blocks -> hidden [B, N, K, D], twice."""
+        backbone, length = self.config.backbone, context.shape[1]
+        plan = plan_blocks(
+            blocks.anchors,
+            blocks.keep,
+            blocks.context_start,
+            block_size=blocks.input_ids.shape[-1],
+            seq_len=length,
+            causal=backbone.causal,
+            window=backbone.sliding_window,
+            window_rule=backbone.window_rule,
+        )
+        if position_ids is None:
+            position_ids = torch.arange(length, device=context.device).expand(context.shape[0], -1)
+        slot_angles = self.rotary(blocks.position_ids, context.dtype)
+        context_angles = self.rotary(position_ids, context.dtype)
+        x = self.embed(blocks.input_ids)
+        for layer in self.layers:
+            x = layer(x, context, slot_angles, context_angles, plan)
+        hidden = self.norm(x)
+        return hidden, hidden
+
+    def new_cache(self, batch_size: int) -> ContextCache:
+        """Empty keys and values for B rows."""
+        return ContextCache(len(self.layers), batch_size, self.device)
+
+    def extend(self, cache: ContextCache, taps: Tensor, counts: Tensor | None = None) -> None:
+        """Project [B, n, T*D_target] features of newly committed positions into every layer's keys and values."""
+        context = self.context(taps)
+        n = context.shape[1]
+        angles = self.rotary(cache.new_positions(n), context.dtype)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, *layer.self_attn.keys_values(context, angles))
+        cache.advance(cache.lengths.new_full(cache.lengths.shape, n) if counts is None else counts)
+
+    def decode(self, cache: ContextCache, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, K] ids at positions lengths[b] .. -> hidden [B, K, D], twice."""
+        backbone = self.config.backbone
+        x = self.embed(input_ids)
+        angles = self.rotary(cache.new_positions(input_ids.shape[1]), x.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer.decode(
+                x,
+                angles,
+                *cache.read(index),
+                lengths=cache.lengths,
+                causal=backbone.causal,
+                window=backbone.sliding_window,
+                window_rule=backbone.window_rule,
+            )
+        hidden = self.norm(x)
+        return hidden, hidden
