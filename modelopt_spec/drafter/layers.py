@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from modelopt_spec.config import BackboneConfig
 from modelopt_spec.drafter.attention import block_attention, decode_attention
-from modelopt_spec.drafter.attention_plan import BlockPlan
+from modelopt_spec.drafter.attention_plan import BlockAttentionPlan
 
 __all__ = ["DraftAttention", "DraftLayer", "Rotary", "qwen3_config"]
 
@@ -116,7 +116,7 @@ class DraftLayer(nn.Module):
         context: Tensor,
         slot_angles: tuple[Tensor, Tensor],
         context_angles: tuple[Tensor, Tensor],
-        plan: BlockPlan,
+        plan: BlockAttentionPlan,
     ) -> Tensor:
         """Teacher-forced blocks: x [B, N, K, D], context [B, S, D] -> [B, N, K, D]."""
         attn, normed = self.self_attn, self.input_layernorm(x)

@@ -52,12 +52,12 @@ def sample_anchors(valid: Tensor, num_anchors: int, generator: torch.Generator |
         valid: bool [B, S]. generator: on the CPU, so that a run is the same on every device.
 
     Returns:
-        anchors [B, N] ascending, padding blocks (position 0) last; keep [B, N]. N is the largest count of the batch.
+        anchors [B, N] ascending, padding blocks (position 0) last; keep [B, N]. N is the largest count of the batch, at least 1.
     """
     length = valid.shape[1]
     order = torch.rand(valid.shape, generator=generator).to(valid.device)
     scores = torch.where(valid, order, -1.0)
-    count = min(num_anchors, int(valid.sum(1).max()))
+    count = max(1, min(num_anchors, int(valid.sum(1).max())))
     best, positions = scores.topk(count, dim=1)
     keep = best >= 0
     positions = torch.where(keep, positions, length).sort(dim=1).values

@@ -1,0 +1,143 @@
+"""Our own checkpoint of a drafter: `drafter.json` (config, target, provenance) and `model.safetensors` (its weights).
+
+Weights carry the names of the drafter's state dict; nothing of the target is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from modelopt_spec.checkpoints.atomic import atomic_directory
+from modelopt_spec.config import DrafterConfig
+from modelopt_spec.convert import MODES, convert
+from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.errors import CheckpointError
+from modelopt_spec.versions import versions
+
+__all__ = ["DESCRIPTION", "WEIGHTS", "fingerprint", "read_description", "restore", "save", "write_drafter"]
+
+DESCRIPTION, WEIGHTS = "drafter.json", "model.safetensors"
+KIND, VERSION = "modelopt_spec.drafter", 1
+
+
+def fingerprint(drafter: nn.Module) -> str:
+    """sha256 over the names, types, shapes and bytes of a drafter's state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        data = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}|{data.dtype}|{tuple(data.shape)}|".encode())
+        digest.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    return digest.hexdigest()
+
+
+def _drafter_of(model: nn.Module) -> Drafter:
+    drafter = getattr(model, "drafter", None)
+    if not isinstance(drafter, Drafter):
+        raise CheckpointError(f"this {type(model).__name__} has no drafter: call modelopt_spec.convert first")
+    return drafter
+
+
+def write_drafter(drafter: Drafter, directory: Path, *, target: str = "", extra: dict[str, Any] | None = None) -> None:
+    """Write both files into an existing directory."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+    description = {
+        "kind": KIND,
+        "version": VERSION,
+        "config": drafter.config.model_dump(),
+        "target": target,
+        "fingerprint": fingerprint(drafter),
+        "sha256": hashlib.sha256((directory / WEIGHTS).read_bytes()).hexdigest(),
+        "versions": versions(),
+        **(extra or {}),
+    }
+    (directory / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def save(model: nn.Module, path: str | Path, *, overwrite: bool = False, extra: dict[str, Any] | None = None) -> Path:
+    """Save a model's drafter as a checkpoint directory, atomically.
+
+    Args:
+        model: a converted model. path: the directory to write; one that is not empty is refused without ``overwrite``.
+        extra: more entries for ``drafter.json``, such as the recipe.
+
+    Returns:
+        The directory.
+    """
+    drafter = _drafter_of(model)
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    with atomic_directory(Path(path), overwrite=overwrite) as directory:
+        write_drafter(drafter, directory, target=name, extra=extra)
+    return Path(path)
+
+
+def read_description(path: str | Path) -> dict[str, Any]:
+    """The content of a checkpoint's ``drafter.json``, checked for kind and version."""
+    file = Path(path) / DESCRIPTION
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path} holds no {DESCRIPTION}, so it is not a checkpoint of this package. A published or exported draft "
+            "is read by load_drafter (`mtsp import`)"
+        )
+    try:
+        description = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}): restore it from a backup") from None
+    if description.get("kind") != KIND or description.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file} is of kind {description.get('kind')!r}, version {description.get('version')!r}; this version of "
+            f"modelopt-spec reads {KIND!r}, version {VERSION}"
+        )
+    return description
+
+
+def config_of(description: dict[str, Any]) -> DrafterConfig:
+    """The drafter config of a description."""
+    values = description["config"]
+    return MODES[values["algorithm"]](**values)
+
+
+def read_weights(path: str | Path, description: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, with their checksum verified."""
+    file = Path(path) / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{path} holds no {WEIGHTS}: the checkpoint is incomplete")
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != description["sha256"]:
+        raise CheckpointError(
+            f"{file} has sha256 {found}, but {DESCRIPTION} says {description['sha256']}: it is damaged"
+        )
+    return load_file(file)
+
+
+def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Module:
+    """Bring a saved drafter back onto its target, in place.
+
+    A model without a drafter is converted with the checkpoint's config; one that has a drafter must have the same.
+
+    Raises:
+        CheckpointError: incomplete, damaged, or of a drafter that does not fit this model.
+    """
+    description = read_description(path)
+    config = config_of(description)
+    weights = read_weights(path, description)
+    if getattr(model, "drafter", None) is None:
+        convert(model, (config.algorithm, config.model_dump()), quiet=quiet)
+    drafter = _drafter_of(model)
+    if drafter.config != config:
+        differing = [
+            name for name in type(config).model_fields if getattr(config, name) != getattr(drafter.config, name)
+        ]
+        raise CheckpointError(f"{path} is of another drafter than this model's: {', '.join(differing)} differ")
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        drafter.to(dtypes.pop())
+    drafter.load_state_dict(weights)
+    return model

