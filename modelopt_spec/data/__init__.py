@@ -1,1 +1,37 @@
-"""modelopt-spec."""
+"""Chat rows -> token rows with a supervision mask; on-policy regeneration; the feature cache."""
+
+from modelopt_spec.data.chat import ChatRenderer, TokenRow, render_prompt, render_row
+from modelopt_spec.data.collate import collate_rows
+from modelopt_spec.data.config import DataConfig, SourceConfig
+from modelopt_spec.data.dataset import (
+    TokenData,
+    load_data,
+    load_rows,
+    open_prepared,
+    prepare,
+    template_fingerprint,
+    tokenizer_fingerprint,
+)
+from modelopt_spec.data.looping import looping
+from modelopt_spec.data.report import DataReport
+from modelopt_spec.data.sources import read_prompts
+
+__all__ = [
+    "ChatRenderer",
+    "DataConfig",
+    "DataReport",
+    "SourceConfig",
+    "TokenData",
+    "TokenRow",
+    "collate_rows",
+    "load_data",
+    "load_rows",
+    "looping",
+    "open_prepared",
+    "prepare",
+    "read_prompts",
+    "render_prompt",
+    "render_row",
+    "template_fingerprint",
+    "tokenizer_fingerprint",
+]

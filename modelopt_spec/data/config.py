@@ -1,0 +1,111 @@
+"""Settings of the data room: where rows come from, how they become token rows and how the set is cut."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from modelopt_spec.config import SpecConfig
+from modelopt_spec.errors import ConfigError
+
+__all__ = ["DataConfig", "SourceConfig"]
+
+
+class SourceConfig(SpecConfig):
+    """One place that rows are read from."""
+
+    path: str = Field(description="a .jsonl/.jsonl.gz/.json/.parquet file, a directory, a glob, or a `datasets` name")
+    name: str | None = Field(default=None, description="configuration name of a `datasets` set")
+    split: str = Field(default="train", description="split of a `datasets` set")
+    max_samples: int | None = Field(
+        default=None, ge=1, description="rows to keep of this source, chosen after the shuffle"
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="column names to read as others, e.g. {messages: dialog}; keys are the names this room knows",
+    )
+
+
+class DataConfig(SpecConfig):
+    """The recipe's `data` section."""
+
+    train: tuple[SourceConfig, ...] = Field(default=(), description="sources, as paths or as source sections")
+    validation: tuple[SourceConfig, ...] = Field(
+        default=(), description="sources of held-out rows; their prompts are removed from the training rows"
+    )
+    validation_share: float = Field(
+        default=0.0, ge=0, lt=1, description="share of prompts held out of `train` when `validation` is empty"
+    )
+    exclude_prompts: tuple[str, ...] = Field(
+        default=(), description="prompt files (e.g. benchmarks) whose prompts are never trained on"
+    )
+    max_length: int = Field(default=2048, ge=8, description="tokens of a row")
+    overlong: Literal["truncate", "skip"] = Field(default="truncate", description="what happens to longer rows")
+    min_supervised: int = Field(
+        default=2, ge=1, description="rows with fewer supervised tokens are skipped (an anchor needs two)"
+    )
+    supervise: Literal["all", "last"] = Field(default="all", description="assistant turns that are taught")
+    rewrites: Literal["split", "last", "refuse"] = Field(
+        default="split",
+        description="conversations whose template rewrites earlier turns (e.g. strips thinking): one row for each turn "
+        "as it was generated, the last turn only, or no row",
+    )
+    system_role: Literal["keep", "merge", "drop"] = Field(
+        default="keep", description="system messages: as they are, in front of the first user message, or removed"
+    )
+    chat_template: str | None = Field(default=None, description="Jinja text or a file; null = the tokenizer's own")
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the template, e.g. {enable_thinking: false}"
+    )
+    date: str | None = Field(
+        default=None, description="YYYY-MM-DD that templates print as today; null = the day of the run"
+    )
+    skip_looping: bool = Field(default=False, description="leave out rows whose answers loop; their share is reported")
+    deduplicate: bool = Field(default=True, description="drop exact copies of a conversation")
+    shuffle: bool = Field(default=True, description="order rows by a seeded hash over all sources before any cut")
+    max_samples: int | None = Field(default=None, ge=1, description="conversations to keep, over all sources")
+    pack: bool = Field(default=False, description="put several short conversations into one row")
+    max_bad_share: float = Field(default=0.05, ge=0, le=1, description="the run stops when more rows are unusable")
+    seed: int = Field(default=0, ge=0)
+    num_workers: int = Field(default=0, ge=0, description="processes that render and tokenize; 0 = this one")
+    memory_mb: int = Field(default=512, ge=1, description="raw text held in memory at once; larger sets go over disk")
+    cache_dir: str | None = Field(default=None, description="where prepared rows are kept; null = user cache directory")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_paths(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            data = dict(data)
+            for key in ("train", "validation"):
+                if key in data and data[key] is not None:
+                    value = data[key]
+                    items = [value] if isinstance(value, str | dict | SourceConfig) else value
+                    data[key] = tuple({"path": item} if isinstance(item, str) else item for item in items)
+            if isinstance(data.get("exclude_prompts"), str):
+                data["exclude_prompts"] = (data["exclude_prompts"],)
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.validation and self.validation_share:
+            raise ConfigError(
+                f"data.validation_share is {self.validation_share} and data.validation is given: set only one of them"
+            )
+        if self.min_supervised >= self.max_length:
+            raise ConfigError(
+                f"data.min_supervised {self.min_supervised} must be less than data.max_length {self.max_length}"
+            )
+        if self.date is not None:
+            parse_date(self.date)
+        return self
+
+
+def parse_date(text: str) -> Any:
+    """The day a template sees as today; raises ConfigError for anything but YYYY-MM-DD."""
+    from datetime import datetime
+
+    try:
+        return datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        raise ConfigError(f"data.date is {text!r}: write it as YYYY-MM-DD") from None

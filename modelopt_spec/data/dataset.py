@@ -1,0 +1,251 @@
+"""Token rows for a trainer: prepared once, then read row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from modelopt_spec.data.build import Progress, Split, build_splits
+from modelopt_spec.data.chat import template_text
+from modelopt_spec.data.config import DataConfig, SourceConfig
+from modelopt_spec.data.report import DataReport
+from modelopt_spec.data.sources import source_bytes, source_files
+from modelopt_spec.data.store import SampleStore, ShardInfo, load_shards
+from modelopt_spec.errors import DataError
+
+__all__ = [
+    "TokenData",
+    "load_data",
+    "load_rows",
+    "open_prepared",
+    "prepare",
+    "template_fingerprint",
+    "tokenizer_fingerprint",
+]
+
+MANIFEST = "data.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """The splits of a data configuration.
+
+    Datasets are map-style; ``dataset[i]`` gives numpy arrays input_ids [S] int32 and loss_mask [S] bool, ``length``, and
+    segment_ids [S] in packed sets.
+    """
+
+    train: datasets.Dataset
+    validation: datasets.Dataset | None
+    report: DataReport
+    validation_report: DataReport | None
+    identity: dict[str, str]
+    """tokenizer and template: sha256 of what the tokens depend on."""
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of a tokenizer's own file, or of its vocabulary where it has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+        return hashlib.sha256(backend.to_str().encode()).hexdigest()
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def template_fingerprint(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    """sha256 of the chat template and the settings that change what it prints."""
+    text = template_text(config.chat_template) or tokenizer.chat_template or ""
+    values = [text, config.template_kwargs, config.date, config.system_role]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load_rows(
+    sources: str | SourceConfig | Sequence[str | SourceConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig | None = None,
+) -> tuple[datasets.Dataset, DataReport]:
+    """Token rows of some sources with everything else as ``config`` says; no row is held out.
+
+    Raises:
+        DataError: no usable row, too many bad ones, or a source that cannot be read.
+    """
+    listed = [sources] if isinstance(sources, str | SourceConfig) else list(sources)
+    settings = (config or DataConfig()).replace(train=listed, validation=(), validation_share=0.0)
+    data = load_data(settings, tokenizer)
+    return data.train, data.report
+
+
+def load_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None) -> TokenData:
+    """Both splits of a configuration.
+
+    Sets of up to ``data.memory_mb`` of text are made in memory. Larger ones, and `datasets` names, are prepared once in
+    ``data.cache_dir`` (else the user's cache directory) and mapped from there, so memory stays flat while training.
+    A directory that :func:`prepare` wrote is opened as it is.
+    """
+    if not config.train:
+        raise DataError("data.train is empty: name at least one file, directory or data set")
+    if len(config.train) == 1 and (Path(config.train[0].path).expanduser() / MANIFEST).is_file():
+        return open_prepared(config.train[0].path, tokenizer, config)
+    sizes = [source_bytes(source) for source in (*config.train, *config.validation)]
+    known = [size for size in sizes if size is not None]
+    if len(known) == len(sizes) and sum(known) <= config.memory_mb << 20 and config.cache_dir is None:
+        splits = build_splits(config, tokenizer, progress=progress)
+        return _token_data(splits, _identity(tokenizer, config))
+    directory = Path(config.cache_dir).expanduser() if config.cache_dir else _cache_root()
+    target = directory / f"rows-{_cache_key(config, tokenizer)}"
+    if not (target / MANIFEST).is_file():
+        prepare(config, tokenizer, target, progress=progress)
+    return open_prepared(target, tokenizer, config)
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, DataReport]:
+    """Write token rows to a directory that :func:`load_data` opens: Arrow shards, ``data.json`` and ``rejects.jsonl``.
+
+    The directory appears whole or not at all; a rejects file of a run that failed is left beside it.
+
+    Raises:
+        DataError: ``out_dir`` exists and ``overwrite`` is off, or the rows cannot be used.
+    """
+    out = Path(out_dir).expanduser()
+    if out.exists() and not overwrite:
+        raise DataError(f"{str(out)!r} exists already: choose another directory or allow overwriting")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+    try:
+        splits = build_splits(config, tokenizer, partial, progress)
+        reports = {name: split.report() for name, split in splits.items()}
+        manifest = {
+            "kind": "mtsp.data",
+            "version": VERSION,
+            "identity": _identity(tokenizer, config),
+            "config": config.model_dump(mode="json"),
+            "splits": {
+                name: {
+                    "packed": split.store.packed,
+                    "shards": [dataclasses.asdict(shard) for shard in split.store.shards],
+                    "report": reports[name].to_dict(),
+                }
+                for name, split in splits.items()
+            },
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+        for split in splits.values():
+            split.dataset = None
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(partial, out)
+    except BaseException:
+        if (partial / "rejects.jsonl").is_file():
+            os.replace(partial / "rejects.jsonl", out.parent / f"{out.name}.rejects.jsonl")
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return reports
+
+
+def open_prepared(
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: DataConfig | None = None,
+    verify: bool = False,
+) -> TokenData:
+    """Open a prepared directory without reading its rows.
+
+    Args:
+        tokenizer: if given, it must be the one that made the rows; with ``config`` the template must be the same too.
+        verify: read every shard and compare checksums.
+
+    Raises:
+        DataError: not a prepared directory, a missing or damaged shard, or another tokenizer or template.
+    """
+    path = Path(directory).expanduser()
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(f"{str(path)!r} is not a prepared data directory ({error})") from None
+    if manifest.get("kind") != "mtsp.data" or manifest.get("version") != VERSION:
+        raise DataError(
+            f"{str(path / MANIFEST)!r} is of kind {manifest.get('kind')!r} version {manifest.get('version')!r}"
+        )
+    identity = manifest["identity"]
+    if tokenizer is not None:
+        current = _identity(tokenizer, config or DataConfig())
+        checked = ("tokenizer", "template") if config is not None else ("tokenizer",)
+        for name in checked:
+            if identity[name] != current[name]:
+                raise DataError(
+                    f"{str(path)!r} was prepared with another {name} (sha256 {identity[name][:12]}, now "
+                    f"{current[name][:12]}): prepare it again for this target"
+                )
+    splits = {}
+    for name, entry in manifest["splits"].items():
+        shards = [ShardInfo(**shard) for shard in entry["shards"]]
+        for shard in shards:
+            _check_shard(path / name / shard.file, shard, verify)
+        splits[name] = load_shards(path / name, shards, SampleStore(packed=entry["packed"]).schema)
+    reports = {name: DataReport.from_dict(entry["report"]) for name, entry in manifest["splits"].items()}
+    return TokenData(splits["train"], splits.get("validation"), reports["train"], reports.get("validation"), identity)
+
+
+def _check_shard(file: Path, shard: ShardInfo, verify: bool) -> None:
+    if not file.is_file() or file.stat().st_size != shard.bytes:
+        raise DataError(
+            f"data shard {str(file)!r} is missing or cut short ({shard.bytes} bytes expected): prepare again"
+        )
+    if verify:
+        with open(file, "rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
+                raise DataError(f"data shard {str(file)!r} is damaged (sha256 differs): prepare again")
+
+
+def _token_data(splits: dict[str, Split], identity: dict[str, str]) -> TokenData:
+    train, validation = splits["train"], splits.get("validation")
+    assert train.dataset is not None
+    return TokenData(
+        train.dataset,
+        validation.dataset if validation else None,
+        train.report(),
+        validation.report() if validation else None,
+        identity,
+    )
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> dict[str, str]:
+    return {"tokenizer": tokenizer_fingerprint(tokenizer), "template": template_fingerprint(tokenizer, config)}
+
+
+def _cache_root() -> Path:
+    from modelopt_spec.targets.packaged import cache_root
+
+    return cache_root() / "data"
+
+
+def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    ignored = {"num_workers", "memory_mb", "cache_dir", "max_bad_share"}
+    files = [
+        [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
+        for source in (*config.train, *config.validation)
+        for file in source_files(source)
+    ]
+    settings: dict[str, Any] = {k: v for k, v in config.model_dump(mode="json").items() if k not in ignored}
+    values = [VERSION, settings, files, _identity(tokenizer, config)]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]

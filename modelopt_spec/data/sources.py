@@ -1,0 +1,181 @@
+"""Raw rows from files, directories and `datasets` names, one at a time and in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelopt_spec.data.config import SourceConfig
+from modelopt_spec.data.messages import RowError
+from modelopt_spec.errors import DataError
+
+__all__ = ["RawRow", "read_prompts", "read_rows", "source_bytes", "source_files"]
+
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as it was read, or why it could not be read."""
+
+    source: str
+    """Path or name of the source it came from."""
+    index: int
+    """Row (or line) number in that file, from 0."""
+    value: Mapping[str, Any] | RowError
+
+
+def source_files(source: SourceConfig) -> list[Path]:
+    """Files of a source in name order; empty when it names a `datasets` set (a hub name or a saved directory)."""
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        if not path.name.endswith(_SUFFIXES):
+            raise DataError(f"data source {source.path!r}: unknown file type; known: {', '.join(_SUFFIXES)}")
+        return [path]
+    if path.is_dir():
+        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            return []
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_SUFFIXES))
+        if not files:
+            raise DataError(f"data source {source.path!r}: no {', '.join(_SUFFIXES)} file in this directory")
+        return files
+    if any(mark in source.path for mark in "*?["):
+        files = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+        if not files:
+            raise DataError(f"data source {source.path!r}: no file matches this pattern")
+        return files
+    if source.path.endswith(_SUFFIXES) or source.path.startswith((".", "/", "~")):
+        raise DataError(f"data source {source.path!r}: no such file (relative paths start at {Path.cwd()})")
+    return []
+
+
+def source_bytes(source: SourceConfig) -> int | None:
+    """Size on disk of a source's files, or None where it is not made of files."""
+    files = source_files(source)
+    return sum(file.stat().st_size for file in files) if files else None
+
+
+def read_rows(source: SourceConfig) -> Iterator[RawRow]:
+    """All rows of a source, in file and row order, with flat memory (``.json`` files are read whole).
+
+    A line that is not JSON comes as a :class:`RowError`, not as an exception.
+    """
+    files = source_files(source)
+    for file in files:
+        if file.name.endswith(".parquet"):
+            rows: Iterator[Mapping[str, Any] | RowError] = _read_parquet(file)
+        elif file.name.endswith(".json"):
+            rows = _read_json(file)
+        else:
+            rows = _read_jsonl(file)
+        for index, value in enumerate(rows):
+            yield RawRow(str(file), index, _rename(value, source.columns))
+    if not files:
+        for index, value in enumerate(_read_datasets(source)):
+            yield RawRow(source.path, index, _rename(value, source.columns))
+
+
+def _read_jsonl(file: Path) -> Iterator[Mapping[str, Any] | RowError]:
+    opener = gzip.open if file.name.endswith(".gz") else open
+    with opener(file, "rb") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                yield RowError("not_json", str(error))
+
+
+def _read_json(file: Path) -> Iterator[Mapping[str, Any] | RowError]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"data source {str(file)!r} is not JSON ({error}); JSON lines are named .jsonl") from None
+    if isinstance(value, Mapping):
+        value = next(
+            (value[key] for key in ("data", "rows", "conversations") if isinstance(value.get(key), list)), None
+        )
+    if not isinstance(value, list):
+        raise DataError(f"data source {str(file)!r}: a .json file holds a list of rows (or an object with `data`)")
+    yield from value
+
+
+def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        for batch in table.iter_batches(batch_size=1000):
+            for row in batch.to_pylist():
+                yield _without_nulls(row)
+
+
+def _read_datasets(source: SourceConfig) -> Iterator[Mapping[str, Any]]:
+    import datasets
+
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        loaded = datasets.load_from_disk(str(path))
+        if isinstance(loaded, datasets.DatasetDict):
+            if source.split not in loaded:
+                raise DataError(f"data source {source.path!r} has no split {source.split!r}: {', '.join(loaded)}")
+            loaded = loaded[source.split]
+    else:
+        try:
+            loaded = datasets.load_dataset(source.path, source.name, split=source.split, streaming=True)
+        except Exception as error:
+            raise DataError(
+                f"data source {source.path!r} is no file here, and `datasets` cannot load it "
+                f"(name {source.name!r}, split {source.split!r}): {str(error).splitlines()[0]}"
+            ) from error
+    for row in loaded:
+        yield _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the null keys that columnar formats add to every row when one row has them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _rename(value: Mapping[str, Any] | RowError, columns: Mapping[str, str]) -> Mapping[str, Any] | RowError:
+    if not columns or not isinstance(value, Mapping):
+        return value
+    return {**value, **{name: value[column] for name, column in columns.items() if column in value}}
+
+
+def read_prompts(path: str, limit: int | None = None) -> list[tuple[str, ...]]:
+    """User turns of a prompt file: rows of ``turns``, ``prompt``, or ``messages`` (their user messages), in order.
+
+    Raises:
+        DataError: a row has no prompt; the message names its number.
+    """
+    prompts: list[tuple[str, ...]] = []
+    for row in read_rows(SourceConfig(path=path)):
+        if limit is not None and len(prompts) >= limit:
+            break
+        turns = [] if isinstance(row.value, RowError) else _turns(row.value)
+        if not turns:
+            raise DataError(f"prompt file {path!r}, row {row.index}: no turns, prompt or user messages in it")
+        prompts.append(tuple(turns))
+    if not prompts:
+        raise DataError(f"prompt file {path!r} is empty")
+    return prompts
+
+
+def _turns(row: Mapping[str, Any]) -> Sequence[str]:
+    if isinstance(row.get("turns"), list) and all(isinstance(turn, str) for turn in row["turns"]):
+        return row["turns"]
+    if isinstance(row.get("prompt"), str):
+        return [row["prompt"]]
+    messages = row.get("messages") or row.get("conversations")
+    if not isinstance(messages, list):
+        return []
+    users = [m for m in messages if isinstance(m, Mapping) and (m.get("role") or m.get("from")) in ("user", "human")]
+    return [str(m.get("content") or m.get("value") or "") for m in users]
