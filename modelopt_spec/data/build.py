@@ -89,12 +89,14 @@ class _Rejects:
 
     def add(self, split: Split, source: str, index: int, error: RowError) -> None:
         split.skipped[error.reason] += 1
+        if error.reason in FILTERED:
+            return
         split.examples.setdefault(error.reason, f"{source}:{index}: {error.detail}")
-        if error.reason in FILTERED or self.path is None:
+        if self.path is None:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "w", encoding="utf-8")
+            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close())
         entry = {"source": source, "row": index, "reason": error.reason, "detail": error.detail}
         self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
@@ -125,6 +127,8 @@ def build_splits(
     """Build the splits that a configuration asks for.
 
     Args:
+        config: the sources and what to do with their rows.
+        tokenizer: of the target.
         directory: where Arrow shards, rejects and temporary files go; without it everything stays in memory.
         progress: called with a stage name and the number of rows that went through it.
 
@@ -138,7 +142,7 @@ def build_splits(
     validation = Split("validation", SampleStore(directory and directory / "validation"))
     rejects = _Rejects(config.max_bad_share, directory and directory / "rejects.jsonl")
     excluded = {
-        " ".join(prompt.split()) for path in config.exclude_prompts for turns in read_prompts(path) for prompt in turns
+        " ".join(turn.split()) for path in config.exclude_prompts for turns in read_prompts(path) for turn in turns
     }
     held_out: set[str] = set()
     report = progress or (lambda stage, count: None)

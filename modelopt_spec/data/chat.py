@@ -73,7 +73,8 @@ class ChatRenderer:
         """Tokenize rendered rows, batched, and cut them to the length limit.
 
         ``special_tokens`` adds the tokenizer's own (templates print theirs; plain text has none). A row that is too
-        long or keeps too little supervision comes back as a :class:`RowError` (too_long, truncated_away, too_few_supervised).
+        long or keeps too little supervision comes back as a :class:`RowError` (too_long, truncated_away,
+        too_few_supervised).
         """
         backend = getattr(self.tokenizer, "backend_tokenizer", None) if self.tokenizer.is_fast else None
         if backend is None:

@@ -27,8 +27,9 @@ def collate_rows(
         pad_to_multiple_of: round the length up.
 
     Returns:
-        input_ids [B, S] int64, attention_mask [B, S] int64, loss_mask [B, S] bool, position_ids [B, S] int64 (restarting
-        in each conversation, 0 in padding) and segment_ids [B, S] int64 (-1 in padding), or None when no row is packed.
+        input_ids [B, S] int64, attention_mask [B, S] int64, loss_mask [B, S] bool, position_ids [B, S] int64
+        (restarting in each conversation, 0 in padding)
+        and segment_ids [B, S] int64 (-1 in padding), or None when no row is packed.
 
     Raises:
         DataError: no rows, an empty row, or columns of different lengths (the message names the row).

@@ -42,7 +42,7 @@ VERSION = 1
 class TokenData:
     """The splits of a data configuration.
 
-    Datasets are map-style; ``dataset[i]`` gives numpy arrays input_ids [S] int32 and loss_mask [S] bool, ``length``, and
+    Datasets are map-style; ``dataset[i]`` gives numpy arrays input_ids [S] int32, loss_mask [S] bool, ``length`` and
     segment_ids [S] in packed sets.
     """
 
@@ -171,6 +171,8 @@ def open_prepared(
     """Open a prepared directory without reading its rows.
 
     Args:
+        directory: what :func:`prepare` wrote.
+        config: if given, its template settings are compared.
         tokenizer: if given, it must be the one that made the rows; with ``config`` the template must be the same too.
         verify: read every shard and compare checksums.
 

@@ -1,8 +1,8 @@
 """Raw rows of many shapes -> one :class:`Conversation`, or a :class:`RowError` that says why not.
 
-Shapes: ``messages`` or ``conversations`` (OpenAI ``role``/``content`` or ShareGPT ``from``/``value``, content as text or
-as a list of parts, ``tool_calls``, ``reasoning_content``/``reasoning``/``thinking``), ``prompt`` with ``response`` or
-``completion`` (a prompt may itself be a list of messages), and plain ``text``.
+Shapes: ``messages`` or ``conversations`` (OpenAI ``role``/``content`` or ShareGPT ``from``/``value``, content as text
+or as a list of parts, ``tool_calls``, ``reasoning_content``/``reasoning``/``thinking``), ``prompt`` with ``response``
+or ``completion`` (a prompt may itself be a list of messages), and plain ``text``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def first_prompt(conversation: Conversation) -> str:
 
 
 def split_thinking(content: str) -> tuple[str, str]:
-    """``"<think>a</think>b"`` -> ``("a", "b")``, both stripped of outer white space; ``("", content)`` without the tags."""
+    """``"<think>a</think>b"`` -> ``("a", "b")``, both stripped; ``("", content)`` without the tags."""
     head, mark, tail = content.partition("</think>")
     if not mark:
         return "", content

@@ -111,7 +111,7 @@ class RowOrder:
 
     def _start_spilling(self) -> None:
         self._spill = Path(tempfile.mkdtemp(prefix=".mtsp-order-", dir=self._directory))
-        self._files = [open(self._spill / f"{bucket:03d}", "wb", buffering=1 << 15) for bucket in range(_BUCKETS)]
+        self._files = [open(self._spill / f"{bucket:03d}", "wb", buffering=1 << 15) for bucket in range(_BUCKETS)]  # noqa: SIM115
         for row in self._rows:
             _write(self._files[row.key[0]], row)
         self._rows.clear()
@@ -124,7 +124,7 @@ def _sort_key(row: KeyedRow) -> tuple[bytes, str, int]:
 def _sorted_file(path: Path, depth: int, memory: int) -> Iterator[KeyedRow]:
     """Rows of one bucket in order; a bucket that is too large is split by the next byte of the key first."""
     if path.stat().st_size > memory and depth < 8:
-        parts = [open(f"{path}-{part:03d}", "wb", buffering=1 << 15) for part in range(_BUCKETS)]
+        parts = [open(f"{path}-{part:03d}", "wb", buffering=1 << 15) for part in range(_BUCKETS)]  # noqa: SIM115
         for row in _read(path):
             _write(parts[row.key[depth]], row)
         for part in parts:

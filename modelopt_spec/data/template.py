@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -110,7 +110,8 @@ class ChatTemplate:
         """
         kwargs = {**self.kwargs, **template_kwargs} if template_kwargs else self.kwargs
         try:
-            texts, spans = render_jinja_template(
+            # annotated wrongly upstream: it returns lists of texts and of spans
+            texts, spans = cast(Any, render_jinja_template)(
                 [messages],
                 tools=tools,
                 chat_template=self.tools_source if tools else self.source,
