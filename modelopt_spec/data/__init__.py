@@ -5,7 +5,7 @@ from modelopt_spec.data.collate import collate_rows
 from modelopt_spec.data.config import DataConfig, SourceConfig
 from modelopt_spec.data.dataset import (
     TokenData,
-    load_data,
+    load_datasets,
     load_rows,
     open_prepared,
     prepare,
@@ -24,7 +24,7 @@ __all__ = [
     "TokenData",
     "TokenRow",
     "collate_rows",
-    "load_data",
+    "load_datasets",
     "load_rows",
     "looping",
     "open_prepared",

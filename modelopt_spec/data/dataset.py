@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from modelopt_spec.data.report import DataReport
 from modelopt_spec.data.sources import source_bytes, source_files
 from modelopt_spec.data.store import SampleStore, ShardInfo, load_shards
 from modelopt_spec.errors import DataError
+from modelopt_spec.progress import progress
 
 __all__ = [
     "TokenData",
-    "load_data",
+    "load_datasets",
     "load_rows",
     "open_prepared",
     "prepare",
@@ -48,7 +50,7 @@ class TokenData:
 
     train: datasets.Dataset
     validation: datasets.Dataset | None
-    report: DataReport
+    train_report: DataReport
     validation_report: DataReport | None
     identity: dict[str, str]
     """tokenizer and template: sha256 of what the tokens depend on."""
@@ -84,11 +86,11 @@ def load_rows(
     """
     listed = [sources] if isinstance(sources, str | SourceConfig) else list(sources)
     settings = (config or DataConfig()).replace(train=listed, validation=(), validation_share=0.0)
-    data = load_data(settings, tokenizer)
-    return data.train, data.report
+    data = load_datasets(settings, tokenizer, quiet=True)
+    return data.train, data.train_report
 
 
-def load_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None) -> TokenData:
+def load_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, quiet: bool = False) -> TokenData:
     """Both splits of a configuration.
 
     Sets of up to ``data.memory_mb`` of text are made in memory. Larger ones, and `datasets` names, are prepared once in
@@ -102,12 +104,13 @@ def load_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: 
     sizes = [source_bytes(source) for source in (*config.train, *config.validation)]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes) and sum(known) <= config.memory_mb << 20 and config.cache_dir is None:
-        splits = build_splits(config, tokenizer, progress=progress)
+        with _bar("data", quiet) as advance:
+            splits = build_splits(config, tokenizer, progress=advance)
         return _token_data(splits, _identity(tokenizer, config))
     directory = Path(config.cache_dir).expanduser() if config.cache_dir else _cache_root()
     target = directory / f"rows-{_cache_key(config, tokenizer)}"
     if not (target / MANIFEST).is_file():
-        prepare(config, tokenizer, target, progress=progress)
+        prepare(config, tokenizer, target, quiet=quiet)
     return open_prepared(target, tokenizer, config)
 
 
@@ -117,9 +120,9 @@ def prepare(
     out_dir: str | Path,
     *,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    quiet: bool = False,
 ) -> dict[str, DataReport]:
-    """Write token rows to a directory that :func:`load_data` opens: Arrow shards, ``data.json`` and ``rejects.jsonl``.
+    """Write token rows to a directory that :func:`load_datasets` opens: Arrow shards, ``data.json`` and ``rejects.jsonl``.
 
     The directory appears whole or not at all; a rejects file of a run that failed is left beside it.
 
@@ -132,7 +135,8 @@ def prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
-        splits = build_splits(config, tokenizer, partial, progress)
+        with _bar("data", quiet) as advance:
+            splits = build_splits(config, tokenizer, partial, advance)
         reports = {name: split.report() for name, split in splits.items()}
         manifest = {
             "kind": "mtsp.data",
@@ -233,6 +237,13 @@ def _token_data(splits: dict[str, Split], identity: dict[str, str]) -> TokenData
 
 def _identity(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> dict[str, str]:
     return {"tokenizer": tokenizer_fingerprint(tokenizer), "template": template_fingerprint(tokenizer, config)}
+
+
+@contextlib.contextmanager
+def _bar(name: str, quiet: bool) -> Iterator[Progress]:
+    """Counts rows on a progress bar: each is read once and tokenized once."""
+    with progress(name, None, quiet=quiet) as advance:
+        yield lambda stage, count: advance(count if stage == "tokenize" else 0, note=stage)
 
 
 def _cache_root() -> Path:
