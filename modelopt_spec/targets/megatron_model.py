@@ -203,6 +203,8 @@ def build_gpt_model(
 ) -> GPTModel:
     """Make this rank's part of the model for the initialised ``parallel_state``; weights are not loaded.
 
+    The config stays with the model as ``model.hf_config``, from which a drafter takes what Megatron does not keep.
+
     ``vocab_multiple`` is Megatron-LM's ``--make-vocab-size-divisible-by``.
     """
     if use_transformer_engine is None:
@@ -219,4 +221,5 @@ def build_gpt_model(
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         **_rope(hf_config),
     )
+    model.hf_config = hf_config
     return model if config.use_cpu_initialization else model.cuda()

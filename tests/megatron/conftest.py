@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-
 from megatron_workers import WorkerPool
 
 collect_ignore_glob = ["jobs_*.py", "megatron_tiny.py", "megatron_workers.py", "cpu_shim.py"]

@@ -116,7 +116,7 @@ def _patch_cuda() -> None:
 
 
 def _patch_all_to_all() -> None:
-    """gloo wants split sizes as lists of integers; the MoE dispatcher hands over tensors."""
+    """Gloo wants split sizes as lists of integers; the MoE dispatcher hands over tensors."""
     original = torch.distributed.all_to_all_single
 
     @functools.wraps(original)

@@ -72,7 +72,7 @@ def gpt_model(
     vocab_multiple: int = 8,
     **overrides: Any,
 ) -> GPTModel:
-    """This rank's part of the same model in float32 with everything that a CPU lacks switched off."""
+    """Build this rank's part of the same model in float32 with everything that a CPU lacks switched off."""
     values = {
         "sequence_parallel": sp,
         "use_cpu_initialization": True,
