@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from modelopt.torch.opt.config import ModeloptBaseConfig
 from modelopt.torch.opt.conversion import ModeloptStateManager, apply_mode
 from modelopt.torch.opt.mode import ModeDescriptor, _ModeRegistryCls
@@ -30,16 +31,27 @@ MODES: dict[str, type[DrafterConfig]] = {"dflash": DFlashConfig, "dspark": DSpar
 _PREFIX = "mtsp_"
 
 
-def attach(model: nn.Module, config: DrafterConfig, *, target: Target | None = None) -> Drafter:
-    """Build the drafter of a resolved config, freeze everything else and set ``model.drafter``."""
+def attach(model: nn.Module, config: DrafterConfig, *, target: Target | None = None) -> Drafter | None:
+    """Build the drafter of a resolved config, freeze everything else and set ``model.drafter``.
+
+    A target that is spread over ranks says whether this one hosts the drafter (``target.hosts_drafter``; None is
+    returned where it does not) and is told when the drafter is there (``target.attached``).
+    """
     if getattr(model, "drafter", None) is not None:
         raise ConfigError(f"this {type(model).__name__} has a drafter already: convert a fresh model")
     target = target or open_target(model)
+    attached: Callable[[Drafter | None], None] = getattr(target, "attached", lambda drafter: None)
+    if not getattr(target, "hosts_drafter", True):
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        attached(None)
+        return None
     weight = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else next(model.parameters())
     drafter = build_drafter(config).to(device=weight.device, dtype=_float_dtype(model, weight.dtype))
     drafter.bind(target)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    attached(drafter)
     model.drafter = drafter
     drafter.train(model.training)
     return drafter
@@ -55,11 +67,13 @@ def _convert(
 ) -> tuple[nn.Module, dict[str, Any]]:
     assert isinstance(config, DrafterConfig)
     target = open_target(model)
+    if config.vocab_size is not None and hasattr(target, "set_vocab_size"):
+        target.set_vocab_size(config.vocab_size)
     resolved = resolve(config, target.shape, tokenizer)
     if hasattr(target, "verify"):
         target.verify()
     attach(model, resolved, target=target)
-    if not quiet:
+    if not quiet and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         show(config, resolved)
     return model, {"drafter": resolved.model_dump()}
 
