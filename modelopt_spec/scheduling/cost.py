@@ -20,7 +20,7 @@ SPS steps per second = 1 / T.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -124,8 +124,8 @@ class AdditiveCostTable:
         _check_axis("token_probes", self.token_probes, "theta_seconds", self.theta_seconds)
         if not np.isfinite(self.bias_seconds) or self.bias_seconds < 0:
             raise ConfigError(f"bias_seconds is {self.bias_seconds}: a step time is finite and not negative")
-        if self.bias_seconds + self.alpha_seconds[0] + self.theta_seconds[0] <= 0:
-            raise ConfigError("bias_seconds, alpha_seconds and theta_seconds add up to 0: a step takes time")
+        if self.bias_seconds + min(self.alpha_seconds) + min(self.theta_seconds) <= 0:
+            raise ConfigError("bias_seconds, alpha_seconds and theta_seconds add up to 0 somewhere: a step takes time")
         if self.draft_seconds is not None:
             _check_axis("request_probes", self.request_probes, "draft_seconds", self.draft_seconds)
 
@@ -133,6 +133,16 @@ class AdditiveCostTable:
     def max_tokens(self) -> int:
         """Largest token probe."""
         return self.token_probes[-1]
+
+    def normalised(self) -> AdditiveCostTable:
+        """The same T with alpha and theta starting at 0 and the whole constant in bias."""
+        low_alpha, low_theta = min(self.alpha_seconds), min(self.theta_seconds)
+        return replace(
+            self,
+            bias_seconds=self.bias_seconds + low_alpha + low_theta,
+            alpha_seconds=tuple(v - low_alpha for v in self.alpha_seconds),
+            theta_seconds=tuple(v - low_theta for v in self.theta_seconds),
+        )
 
     def step_seconds(self, requests: int, tokens: ArrayLike, context: float | None = None) -> FloatArray:
         """See :class:`StepCost`."""
