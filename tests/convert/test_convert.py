@@ -1,0 +1,196 @@
+"""convert attaches a drafter and changes nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import modelopt.torch.opt as mto
+import pytest
+import torch
+
+import modelopt_spec as mtsp
+from modelopt_spec.config import DSparkConfig
+from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.errors import ConfigError, UnsupportedError
+from modelopt_spec.targets.hf import HFTarget
+from tests.tiny import TEXT_MODELS, tiny, tiny_vision_language
+
+IDS = torch.arange(3, 23).view(2, 10)
+SMALL = {"mask_token_id": 96, "block_size": 4, "head": {"rank": 6}}
+
+
+def drafters_equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_target_behaves_as_before(name: str, tied: bool) -> None:
+    model = tiny(name, tie_word_embeddings=tied)
+    kind, before = type(model), model(IDS).logits
+    generated = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    returned = mtsp.convert(model, ("dspark", SMALL), quiet=True)
+    assert returned is model
+    assert isinstance(model, kind)
+    assert torch.equal(model(IDS).logits, before)
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), generated)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {f"drafter.{n}" for n, _ in model.drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_features_are_hidden_states(name: str) -> None:
+    model = tiny(name)
+    target = HFTarget(model)
+    states = model(IDS, output_hidden_states=True).hidden_states
+    features = target.features(IDS, (-1, 0, 2, 4))
+    want = torch.cat([states[0], states[1], states[3], states[5]], dim=-1)
+    torch.testing.assert_close(features.taps, want, rtol=0, atol=0)
+    torch.testing.assert_close(target.logits(features.last_hidden), model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_vision_language_wrapper() -> None:
+    model = tiny_vision_language()
+    before = model(IDS).logits
+    mtsp.convert(model, ("dspark", SMALL), quiet=True)
+    assert model.drafter.config.backbone.hidden_size == 32
+    assert model.drafter.config.num_target_layers == 6
+    assert torch.equal(model(IDS).logits, before)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if not n.startswith("drafter."))
+
+
+FORMS = [
+    "dspark",
+    "dflash",
+    "domino",
+    ("dspark", SMALL),
+    [("dspark", SMALL)],
+    ["dflash"],
+    {"algorithm": "dspark", "config": SMALL},
+    ("dspark", DSparkConfig(**SMALL)),
+]
+
+
+@pytest.mark.parametrize("mode", FORMS, ids=str)
+def test_every_form_of_modelopt(mode: object) -> None:
+    model = mtsp.convert(tiny("qwen3"), mode, quiet=True)
+    assert isinstance(model.drafter, Drafter)
+    recorded = [name for name, _ in mto.modelopt_state(model)["modelopt_state_dict"]]
+    assert recorded == [f"mtsp_{model.drafter.config.algorithm}"]
+
+
+def test_defaults_come_from_the_target() -> None:
+    model = mtsp.convert(tiny("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "dspark", quiet=True)
+    backbone = model.drafter.config.backbone
+    assert (backbone.num_attention_heads, backbone.num_key_value_heads, backbone.head_dim) == (4, 2, 8)
+    assert (backbone.intermediate_size, backbone.rope_parameters["rope_theta"]) == (48, 5e5)
+    assert model.drafter.config.target_layer_ids == (1, 2, 3)
+    assert model.drafter.config.mask_token_id is None
+    with pytest.raises(ConfigError, match="mask_token_id is not set"):
+        _ = model.drafter.mask_token_id
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"blok_size": 4}, "Did you mean 'block_size'"),
+        ({"backbone": {"num_layer": 2}}, "Did you mean 'num_layers'"),
+        ({"target_layer_ids": [1, 9]}, r"\[9\] are outside"),
+        ({"target_layer_ids": [3, 1]}, "strictly increasing"),
+        ({"target_layer_ids": [-2, 1]}, "outside"),
+        ({"num_taps": 5}, "has room for 1 to 3 taps"),
+        ({"mask_token_id": 2}, "pad, bos or eos"),
+        ({"mask_token_id": 500}, "no row in the target's embedding"),
+        ({"backbone": {"hidden_size": 64}}, "leave it unset"),
+        ({"head": {"type": "vanila"}}, "Did you mean 'vanilla'"),
+        ({"head": {"type": "none"}}, "with_markov"),
+    ],
+)
+def test_bad_configs_name_field_value_and_fix(config: dict, message: str) -> None:
+    model = tiny("qwen3")
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=message):
+        mtsp.convert(model, ("dspark", config), quiet=True)
+    assert not hasattr(model, "drafter")
+    assert not mto.ModeloptStateManager.is_converted(model)
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def test_unknown_modes_and_models() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'dspark'"):
+        mtsp.convert(tiny(), "dsparc", quiet=True)
+    with pytest.raises(ConfigError, match="exactly one"):
+        mtsp.convert(tiny(), ["dspark", "dflash"], quiet=True)
+    with pytest.raises(UnsupportedError, match="not a model that can be a target"):
+        mtsp.convert(torch.nn.Linear(2, 2), "dspark", quiet=True)
+    model = mtsp.convert(tiny(), "dspark", quiet=True)
+    with pytest.raises(ConfigError, match="has a drafter already"):
+        mtsp.convert(model, "dspark", quiet=True)
+
+
+def test_unknown_scale_is_refused() -> None:
+    model = tiny("llama")
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    original = model.forward
+
+    def scaled(*args: object, **kwargs: object) -> object:
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 3.0
+        return output
+
+    model.forward = scaled
+    with pytest.raises(UnsupportedError, match="logits differ"):
+        mtsp.convert(model, "dspark", quiet=True)
+
+
+@pytest.mark.parametrize("mode", ["dspark", "dflash", "domino"])
+def test_modelopt_save_restore(mode: str, tmp_path: object) -> None:
+    model = mtsp.convert(tiny("qwen3"), (mode, {"mask_token_id": 96}), quiet=True)
+    mto.save(model, f"{tmp_path}/model.pt")
+    again = mto.restore(tiny("qwen3", seed=1), f"{tmp_path}/model.pt")
+    assert again.drafter.config == model.drafter.config
+    assert drafters_equal(again, model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pretrained_round_trip(tied: bool, tmp_path: object) -> None:
+    mto.enable_huggingface_checkpointing()
+    model = mtsp.convert(tiny("qwen3", tie_word_embeddings=tied), ("dspark", SMALL), quiet=True)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.drafter.config == model.drafter.config
+    assert drafters_equal(again, model)
+    assert torch.equal(again.eval()(IDS).logits, model(IDS).logits)
+    assert torch.equal(again.drafter.embed(IDS), model.get_input_embeddings()(IDS))
+
+
+def test_save_and_restore(tmp_path: object) -> None:
+    model = mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True)
+    mtsp.save(model, f"{tmp_path}/drafter")
+    again = mtsp.restore(tiny("qwen3"), f"{tmp_path}/drafter")
+    assert drafters_equal(again.drafter, model.drafter)
+    with pytest.raises(ValueError, match="not empty"):
+        mtsp.save(model, f"{tmp_path}/drafter")
+    with pytest.raises(ValueError, match="another drafter"):
+        mtsp.restore(mtsp.convert(tiny("qwen3"), "dspark", quiet=True), f"{tmp_path}/drafter")
+
+
+def test_damaged_checkpoint_is_refused(tmp_path: object) -> None:
+    model = mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True)
+    path = mtsp.save(model, f"{tmp_path}/drafter")
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        mtsp.restore(tiny("qwen3"), path)
+
+
+def test_deepcopy_is_independent() -> None:
+    model = mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True)
+    clone = copy.deepcopy(model)
+    assert clone.drafter.target.model is clone
+    with torch.no_grad():
+        clone.get_input_embeddings().weight.zero_()
+    assert clone.drafter.embed(IDS).abs().max() == 0
+    assert model.drafter.embed(IDS).abs().max() > 0
