@@ -122,7 +122,7 @@ def prepare(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> dict[str, DataReport]:
-    """Write token rows to a directory that :func:`load_datasets` opens: Arrow shards, ``data.json`` and ``rejects.jsonl``.
+    """Write token rows to a directory for :func:`load_datasets`: Arrow shards, ``data.json`` and ``rejects.jsonl``.
 
     The directory appears whole or not at all; a rejects file of a run that failed is left beside it.
 

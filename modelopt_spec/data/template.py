@@ -231,8 +231,8 @@ class ChatTemplate:
             )
         if not self.adds_generation_prompt:
             found = text.find(answer.strip(), start)
-            if answer.strip() and found >= 0 and text[start:found].strip():
-                start = found
+            header = text[start:found].rstrip() if answer.strip() and found >= 0 else ""
+            start += len(header)
         end = self._end_of_turn(text, start)
         if end <= start:
             raise RowError("template_spans", f"the template prints nothing for assistant turn {index}")
