@@ -39,9 +39,15 @@ Logits = NDArray[Any] | torch.Tensor | None
 class LengthPolicy(Protocol):
     """What generation, evaluation and the simulation call once a step."""
 
-    gamma: int
-    speculates: bool
-    """False: nothing is drafted at all."""
+    @property
+    def gamma(self) -> int:
+        """Draft tokens of a full block."""
+        ...
+
+    @property
+    def speculates(self) -> bool:
+        """False: nothing is drafted at all."""
+        ...
 
     def lengths(
         self,

@@ -1,0 +1,230 @@
+"""From recorded rounds to a calibration report: fit on some prompts, judge on others.
+
+The report (JSON, ``mtsp calibrate`` writes it, the figures read it)::
+
+    {"kind": "mtsp.calibration", "version": 1, "gamma": G, "dataset": str, "rounds": header of the round file,
+     "options": {...}, "dropped_rounds": int,
+     "temperatures": [G], "shared_temperature": float, "prior": [G], "temperature_intervals": [[low, high]] * G | null,
+     "fit": METRICS, "held_out": METRICS | null}
+
+    METRICS = {"rounds": int, "prompts": int,
+               "mean_ece": {"before", "after", "shared"}, "mean_ece_interval": {...: [low, high]} | null,
+               "slots": [{"slot", "survival", "noise_floor",
+                          "ece": {"before", "after", "shared"}, "ece_interval": {...} | null,
+                          "auc": {"before", "after"}, "auc_conditional": {"before", "after"},
+                          "brier": {"before", "after", "shared"},
+                          "reliability": {"before": [{"count", "predicted", "observed"}], "after": [...]}}] * G}
+
+``before`` is T = 1, ``after`` one temperature a slot, ``shared`` the single one. ``auc`` ranks survivals, which mix
+slots; ``auc_conditional`` ranks the slot's own confidence among rounds that accepted everything before it, which no
+temperature can change. Intervals come from drawing prompts with replacement.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelopt_spec.errors import ConfigError, DataError
+from modelopt_spec.scheduling.calibration import (
+    CalibrationOptions,
+    check_enough_rounds,
+    fit_shared_temperature,
+    fit_sts,
+    sigmoid,
+    survival,
+)
+from modelopt_spec.scheduling.metrics import auc, brier, ece, ece_noise_floor, reliability_bins
+from modelopt_spec.scheduling.rounds import RoundTable, read_rounds
+from modelopt_spec.scheduling.scheduler_file import CalibrationSection
+
+__all__ = ["CALIBRATION_KIND", "calibrate_rounds", "calibration_section", "split_prompts", "write_report"]
+
+CALIBRATION_KIND = "mtsp.calibration"
+FloatArray = NDArray[np.floating[Any]]
+
+
+def calibrate_rounds(
+    rounds: RoundTable | str | Path,
+    *,
+    held_out: RoundTable | str | Path | None = None,
+    held_out_share: float = 0.3,
+    options: CalibrationOptions | None = None,
+    dataset: str = "",
+) -> dict[str, Any]:
+    """Fit temperatures and report what they do.
+
+    Args:
+        rounds: round table or file; only full blocks with confidences count.
+        held_out: rounds of other prompts to judge on. Without it, ``held_out_share`` of the prompts are kept out of the
+            fit (0 for none).
+        held_out_share: share of prompts, chosen by the seed of ``options``.
+        options: grid, bins, intervals and refusal limits.
+        dataset: name of the prompts, for the engines' files.
+
+    Returns:
+        The report of the module's docstring.
+
+    Raises:
+        DataError: no confidences, too few rounds (with the number needed), or rounds of one prompt only.
+    """
+    options = options or CalibrationOptions()
+    table = rounds if isinstance(rounds, RoundTable) else read_rounds(rounds)
+    usable = table.calibration_rounds()
+    if held_out is not None:
+        other = held_out if isinstance(held_out, RoundTable) else read_rounds(held_out)
+        if other.gamma != table.gamma:
+            raise DataError(f"held-out rounds have gamma {other.gamma}, the rounds to fit {table.gamma}")
+        split: tuple[RoundTable, RoundTable | None] = (usable, other.calibration_rounds())
+    else:
+        split = split_prompts(usable, held_out_share, options.seed)
+    fit_rows, judge = split
+    z, labels = _arrays(fit_rows)
+    check_enough_rounds(z, labels, options)
+    fitted = fit_sts(z, labels, options)
+    shared = fit_shared_temperature(z, labels, options)
+    intervals = None
+    if options.bootstrap:
+        draws = _bootstrap(
+            fit_rows, options, lambda weight: np.array(fit_sts(z, labels, options, weight=weight).temperatures)
+        )
+        intervals = _interval(draws, options).T.tolist()
+    temperatures = np.asarray(fitted.temperatures)
+    return {
+        "kind": CALIBRATION_KIND,
+        "version": 1,
+        "gamma": table.gamma,
+        "dataset": dataset,
+        "rounds": dict(table.header),
+        "options": asdict(options),
+        "dropped_rounds": len(table) - len(usable),
+        "temperatures": list(fitted.temperatures),
+        "shared_temperature": shared,
+        "prior": sigmoid(z / temperatures).mean(axis=0).tolist(),
+        "temperature_intervals": intervals,
+        "fit": _metrics(fit_rows, temperatures, shared, options),
+        "held_out": None if judge is None else _metrics(judge, temperatures, shared, options),
+    }
+
+
+def split_prompts(table: RoundTable, share: float, seed: int) -> tuple[RoundTable, RoundTable | None]:
+    """Rounds to fit and rounds to judge on, no prompt in both."""
+    if not 0.0 <= share < 1.0:
+        raise ConfigError(f"held_out_share is {share}: it is a share of the prompts below 1")
+    if share == 0.0:
+        return table, None
+    prompts = np.unique(table.prompt)
+    if len(prompts) < 2:
+        raise DataError("the rounds come from one prompt: record more, or set held_out_share to 0")
+    shuffled = np.random.default_rng(seed).permutation(prompts)
+    kept_out = shuffled[: min(max(round(share * len(prompts)), 1), len(prompts) - 1)]
+    judge = np.isin(table.prompt, kept_out)
+    return table.select(~judge), table.select(judge)
+
+
+def calibration_section(report: Mapping[str, Any]) -> CalibrationSection:
+    """The part of a report that goes into ``scheduler.json``; ECE from the held-out prompts where there are some."""
+    judged = report["held_out"] or report["fit"]
+    return CalibrationSection(
+        temperatures=tuple(report["temperatures"]),
+        shared_temperature=report["shared_temperature"],
+        prior=tuple(report["prior"]),
+        ece_before=tuple(slot["ece"]["before"] for slot in judged["slots"]),
+        ece_after=tuple(slot["ece"]["after"] for slot in judged["slots"]),
+        num_rounds=report["fit"]["rounds"],
+        dataset=report["dataset"],
+    )
+
+
+def write_report(report: Mapping[str, Any], path: str | Path) -> Path:
+    """Write any report of this room as JSON."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _arrays(table: RoundTable) -> tuple[FloatArray, NDArray[np.bool_]]:
+    assert table.confidence_logits is not None
+    return table.confidence_logits, table.accept_prefix()
+
+
+def _bootstrap(table: RoundTable, options: CalibrationOptions, statistic: Callable[[FloatArray], Any]) -> FloatArray:
+    """Statistic under resampled prompts: [bootstrap, ...]."""
+    _, index = np.unique(table.prompt, return_inverse=True)
+    count = int(index.max()) + 1
+    if count < 2:
+        index, count = np.arange(len(table)), len(table)
+    rng = np.random.default_rng(options.seed)
+    draws = []
+    for _ in range(options.bootstrap):
+        weight = np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)[index]
+        draws.append(statistic(weight))
+    return np.array(draws)
+
+
+def _interval(draws: FloatArray, options: CalibrationOptions) -> FloatArray:
+    """Lower and upper quantile: [2, ...]."""
+    tail = (1.0 - options.interval) / 2.0
+    return np.quantile(draws, [tail, 1.0 - tail], axis=0)
+
+
+def _metrics(table: RoundTable, temperatures: FloatArray, shared: float, options: CalibrationOptions) -> dict[str, Any]:
+    z, labels = _arrays(table)
+    gamma = z.shape[1]
+    predicted = {
+        "before": survival(z),
+        "after": survival(z, temperatures),
+        "shared": survival(z / shared),
+    }
+
+    def errors(weight: FloatArray | None = None) -> FloatArray:
+        return np.array(
+            [[ece(a[:, k], labels[:, k], options.binning, weight) for k in range(gamma)] for a in predicted.values()]
+        )
+
+    point = errors()
+    interval = _interval(_bootstrap(table, options, errors), options) if options.bootstrap else None
+    means = None
+    if options.bootstrap:
+        means = _interval(_bootstrap(table, options, lambda weight: errors(weight).mean(axis=1)), options)
+    names = list(predicted)
+    slots = []
+    for k in range(gamma):
+        before, after, y = predicted["before"][:, k], predicted["after"][:, k], labels[:, k]
+        reached = labels[:, k - 1] if k else np.ones(len(y), dtype=bool)
+        own = z[reached, k]
+        slots.append(
+            {
+                "slot": k,
+                "survival": float(y.mean()),
+                "noise_floor": ece_noise_floor(after, options.binning),
+                "ece": {name: float(point[i, k]) for i, name in enumerate(names)},
+                "ece_interval": None
+                if interval is None
+                else {name: interval[:, i, k].tolist() for i, name in enumerate(names)},
+                "auc": {"before": auc(before, y), "after": auc(after, y)},
+                "auc_conditional": {
+                    "before": auc(sigmoid(own), y[reached]),
+                    "after": auc(sigmoid(own / temperatures[k]), y[reached]),
+                },
+                "brier": {name: brier(a[:, k], y) for name, a in predicted.items()},
+                "reliability": {
+                    "before": reliability_bins(before, y, options.binning),
+                    "after": reliability_bins(after, y, options.binning),
+                },
+            }
+        )
+    return {
+        "rounds": len(table),
+        "prompts": len(np.unique(table.prompt)),
+        "mean_ece": {name: float(point[i].mean()) for i, name in enumerate(names)},
+        "mean_ece_interval": None if means is None else {name: means[:, i].tolist() for i, name in enumerate(names)},
+        "slots": slots,
+    }

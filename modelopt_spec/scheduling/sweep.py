@@ -1,0 +1,197 @@
+"""Throughput curves: policies simulated over a range of loads, and their comparison with measured throughput.
+
+The report (JSON, ``mtsp simulate`` writes it, the figures read it)::
+
+    {"kind": "mtsp.simulation", "version": 1, "gamma": G, "load": "concurrency" | "rate", "acceptance": str,
+     "engine": {"max_running", "padded", "prefill_tokens_per_second", "overhead_seconds", "measured_tokens",
+                "extrapolated"},
+     "policies": [{"name": str, "points": [{"load": float} | figures of one run (simulation.py)]}]}
+
+Measured throughput to compare with: ``{"kind": "mtsp.measured_throughput", "points": [{"policy", "load",
+"throughput"}]}``, ``throughput`` in tokens a second of the whole engine over the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from modelopt_spec.errors import ConfigError, DataError
+from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
+from modelopt_spec.scheduling.cost_extend import extended
+from modelopt_spec.scheduling.policies import FixedLength, LengthPolicy, NoSpeculation, PrefixScheduler, StaticThreshold
+from modelopt_spec.scheduling.rounds import RoundTable
+from modelopt_spec.scheduling.simulation import Engine, check_range, simulate, summarise
+from modelopt_spec.scheduling.workload import AcceptanceProcess, closed_loop, open_loop
+
+__all__ = ["DEFAULT_POLICIES", "SIMULATION_KIND", "compare_measured", "policy_from_name", "simulate_loads"]
+
+SIMULATION_KIND = "mtsp.simulation"
+DEFAULT_POLICIES = ("none", "fixed", "threshold:0.5", "scheduler")
+
+Cost = CostTable | AdditiveCostTable | CostProfile
+
+
+def policy_from_name(
+    name: str,
+    *,
+    gamma: int,
+    cost: Cost | None = None,
+    temperatures: Sequence[float] | None = None,
+    prior: Sequence[float] | None = None,
+    padded: bool = False,
+    **settings: Any,
+) -> LengthPolicy:
+    """Policy of a short name: ``none``, ``fixed``, ``fixed:K``, ``threshold:P``, ``scheduler`` or ``early_stop``.
+
+    Args:
+        name: the short name.
+        gamma: draft tokens of a full block.
+        cost: step costs, for the schedulers.
+        temperatures: calibration, for thresholds and schedulers.
+        prior: confidences that stand in for unknown ones.
+        padded: the engine pads a step to its longest request.
+        settings: further arguments of ``PrefixScheduler``.
+    """
+    kind, _, value = name.partition(":")
+    try:
+        number = float(value) if value else None
+    except ValueError as error:
+        raise ConfigError(f"policy {name!r}: {value!r} is no number") from error
+    if kind == "none":
+        return NoSpeculation(gamma)
+    if kind == "fixed":
+        return FixedLength(gamma, None if number is None else int(number))
+    if kind == "threshold":
+        if number is None:
+            raise ConfigError("policy 'threshold' needs its probability, for example threshold:0.5")
+        return StaticThreshold(gamma, number, None if temperatures is None else tuple(temperatures))
+    if kind in ("scheduler", "early_stop"):
+        if cost is None:
+            raise ConfigError(f"policy {name!r} needs a cost table: profile the machine first")
+        method: Literal["global_stale", "early_stop"] = "global_stale" if kind == "scheduler" else "early_stop"
+        return PrefixScheduler(
+            cost, gamma, temperatures=temperatures, method=method, prior=prior, padded=padded, **settings
+        )
+    raise ConfigError(f"policy {name!r} is unknown: use none, fixed, fixed:K, threshold:P, scheduler or early_stop")
+
+
+def simulate_loads(
+    rounds: RoundTable,
+    cost: Cost,
+    *,
+    loads: Sequence[float],
+    load: Literal["concurrency", "rate"] = "concurrency",
+    policies: Sequence[str] = DEFAULT_POLICIES,
+    temperatures: Sequence[float] | None = None,
+    prior: Sequence[float] | None = None,
+    max_running: int = 256,
+    padded: bool = False,
+    prefill_tokens_per_second: float | None = None,
+    overhead_seconds: float = 0.0,
+    output_tokens: int | None = None,
+    requests: int | None = None,
+    acceptance: Literal["sequential", "bootstrap"] = "sequential",
+    extrapolate: bool = False,
+    seed: int = 0,
+    scheduler_settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Simulate each policy at each load.
+
+    Args:
+        rounds: recorded full-block rounds, the acceptance process.
+        cost: step times of the engine; the schedulers use the same table.
+        loads: concurrent requests, or (``load="rate"``) arrivals a second.
+        load: what ``loads`` means.
+        policies: short names, see :func:`policy_from_name`.
+        temperatures: calibration.
+        prior: confidences that stand in for unknown ones.
+        max_running: requests that run at once when loads are rates.
+        padded: the engine pads a step to its longest request.
+        prefill_tokens_per_second: see :class:`modelopt_spec.scheduling.simulation.Engine`.
+        overhead_seconds: see the same.
+        output_tokens: tokens of each output; default the recorded lengths.
+        requests: requests in all; default four times the concurrency and at least 64.
+        acceptance: see :mod:`modelopt_spec.scheduling.workload`.
+        extrapolate: continue the cost table beyond its measured range instead of refusing.
+        seed: of prompts and arrivals.
+        scheduler_settings: further arguments of ``PrefixScheduler``.
+
+    Returns:
+        The report of the module's docstring.
+    """
+    if load not in ("concurrency", "rate"):
+        raise ConfigError(f"load is {load!r}: it is 'concurrency' or 'rate'")
+    if not loads:
+        raise ConfigError("loads is empty: name at least one")
+    process = AcceptanceProcess.from_rounds(rounds, acceptance, seed)
+    limit = max(int(v) for v in loads) if load == "concurrency" else max_running
+    most = limit * (process.gamma + 1)
+    measured_tokens = cost.max_tokens
+    if extrapolate and most > measured_tokens:
+        cost = extended(cost, tokens=most, requests=limit)
+    engine = Engine(cost, limit, padded, prefill_tokens_per_second, overhead_seconds)
+    curves = []
+    for name in policies:
+        points = []
+        for value in loads:
+            policy = policy_from_name(
+                name,
+                gamma=process.gamma,
+                cost=cost,
+                temperatures=temperatures,
+                prior=prior,
+                padded=padded,
+                **(scheduler_settings or {}),
+            )
+            running = int(value) if load == "concurrency" else max_running
+            here = replace(engine, max_running=running)
+            count = requests or max(4 * running, 64)
+            if load == "concurrency":
+                work = closed_loop(process, requests=count, output_tokens=output_tokens, seed=seed)
+            else:
+                work = open_loop(process, requests=count, rate=value, output_tokens=output_tokens, seed=seed)
+            result = summarise(simulate(process, work, here, policy), work, here)
+            check_range(result, here)
+            points.append({"load": float(value)} | result.to_dict())
+        curves.append({"name": name, "points": points})
+    return {
+        "kind": SIMULATION_KIND,
+        "version": 1,
+        "gamma": process.gamma,
+        "load": load,
+        "acceptance": acceptance,
+        "engine": {
+            "max_running": limit,
+            "padded": padded,
+            "prefill_tokens_per_second": prefill_tokens_per_second,
+            "overhead_seconds": overhead_seconds,
+            "measured_tokens": measured_tokens,
+            "extrapolated": cost.max_tokens > measured_tokens,
+        },
+        "policies": curves,
+    }
+
+
+def compare_measured(simulation: Mapping[str, Any], measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Simulated against measured throughput of whole runs: one row a measured point, with its relative error."""
+    known = {
+        (curve["name"], float(point["load"])): point for curve in simulation["policies"] for point in curve["points"]
+    }
+    rows = []
+    for point in measured["points"]:
+        key = (point["policy"], float(point["load"]))
+        if key not in known:
+            raise DataError(f"measured point {key} was not simulated: simulate the same policies and loads")
+        simulated = known[key]["throughput_all"]
+        rows.append(
+            {
+                "policy": key[0],
+                "load": key[1],
+                "measured": point["throughput"],
+                "simulated": simulated,
+                "relative_error": simulated / point["throughput"] - 1.0,
+            }
+        )
+    return rows
