@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modelopt_spec.checkpoints.export import export
     from modelopt_spec.checkpoints.importing import load_drafter
     from modelopt_spec.checkpoints.store import restore, save
-    from modelopt_spec.convert import convert
+    from modelopt_spec.conversion import convert
     from modelopt_spec.decoding.evaluate import evaluate
     from modelopt_spec.decoding.generate import generate
     from modelopt_spec.drafter.heads import CorrectionHead, register_head
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CorrectionHead": "modelopt_spec.drafter.heads",
     "calibrate": "modelopt_spec.scheduling.calibrate",
-    "convert": "modelopt_spec.convert",
+    "convert": "modelopt_spec.conversion",
     "evaluate": "modelopt_spec.decoding.evaluate",
     "export": "modelopt_spec.checkpoints.export",
     "generate": "modelopt_spec.decoding.generate",

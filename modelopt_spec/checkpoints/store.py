@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import nn
 
 from modelopt_spec.checkpoints.atomic import atomic_directory
 from modelopt_spec.config import DrafterConfig
-from modelopt_spec.convert import MODES, convert
+from modelopt_spec.conversion import MODES, convert
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.versions import versions
 
-__all__ = ["DESCRIPTION", "WEIGHTS", "fingerprint", "read_description", "restore", "save", "write_drafter"]
+__all__ = ["DESCRIPTION", "WEIGHTS", "fingerprint", "fingerprint_of", "read_description", "restore", "save", "write_drafter"]
 
 DESCRIPTION, WEIGHTS = "drafter.json", "model.safetensors"
 KIND, VERSION = "modelopt_spec.drafter", 1
@@ -29,8 +30,13 @@ KIND, VERSION = "modelopt_spec.drafter", 1
 
 def fingerprint(drafter: nn.Module) -> str:
     """sha256 over the names, types, shapes and bytes of a drafter's state dict."""
+    return fingerprint_of(drafter.state_dict())
+
+
+def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over the names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(drafter.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         data = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{data.dtype}|{tuple(data.shape)}|".encode())
         digest.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from transformers import TrainingArguments
 
 from modelopt_spec.config import LossConfig, SpecConfig
-from modelopt_spec.convert import MODES
+from modelopt_spec.conversion import MODES
 from modelopt_spec.data.config import DataConfig
 from modelopt_spec.errors import ConfigError, nearest
 

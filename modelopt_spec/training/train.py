@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from modelopt_spec.checkpoints.store import restore, save
-from modelopt_spec.convert import convert
+from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.progress import progress
@@ -169,7 +169,7 @@ def _trainer(
         module,
         arguments,
         check_finite=recipe.training.check_finite,
-        provenance={"recipe": recipe.model_dump(), "data": data.report.to_dict()},
+        provenance={"recipe": recipe.model_dump(), "data": data.train_report.to_dict()},
         train_dataset=IndexedRows(data.train),
         eval_dataset=IndexedRows(data.validation) if data.validation is not None else None,
         data_collator=collator(pad),
@@ -194,7 +194,7 @@ def _report(trainer: DraftTrainer, recipe: Recipe, data: Any, seconds: float) ->
         "recipe": recipe.model_dump(),
         "seed": trainer.args.seed,
         "data": {
-            "train": data.report.to_dict(),
+            "train": data.train_report.to_dict(),
             "validation": data.validation_report.to_dict() if data.validation_report is not None else None,
         },
         "steps": trainer.state.global_step,

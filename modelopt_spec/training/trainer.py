@@ -19,7 +19,7 @@ from modelopt_spec.checkpoints.store import read_description, read_weights, writ
 from modelopt_spec.data.collate import collate_rows
 from modelopt_spec.errors import SpecError
 from modelopt_spec.training import run_checkpoints
-from modelopt_spec.training.loss import first_nonfinite_row
+from modelopt_spec.training.loss import WEIGHT_EPSILON, first_nonfinite_row
 from modelopt_spec.training.module import DraftTrainingModule, StepStatistics, lambda_at
 
 __all__ = ["DraftTrainer", "IndexedRows", "NonFiniteLossError", "collator"]
@@ -117,17 +117,22 @@ class DraftTrainer(Trainer):
     ) -> Any:
         """The share of this micro-batch in the step's loss.
 
-        Gradients are averaged over ranks by DDP and FSDP, so the share is multiplied by the number of ranks.
+        Gradients are averaged over ranks by DDP and FSDP, so the share is multiplied by the number of ranks. D-PACE's
+        weights are known after the draft pass only: each micro-batch divides by its own weight sum and counts in
+        proportion to its supervised slots.
         """
         batch = dict(inputs)
         blocks = batch.pop("blocks")
         base_ce = lambda_at(self.state.global_step, self.state.max_steps, self.module.loss_config)
-        loss, statistics, rows, result = model(batch, blocks, divisor=num_items_in_batch, base_ce=base_ce)
+        dpace = self.module.loss_config.position_weights == "dpace"
+        divisor = None if dpace or num_items_in_batch is None else num_items_in_batch + WEIGHT_EPSILON
+        loss, statistics, rows, result = model(batch, blocks, divisor=divisor, base_ce=base_ce)
         if model.training and self.check_finite and not torch.isfinite(loss):
             self._stop_at(batch, blocks, rows, result)
         self._count("train" if model.training else "eval", statistics)
         if num_items_in_batch is not None:
-            loss = loss * self.args.world_size
+            share = blocks.weights.sum() / num_items_in_batch.clamp(min=WEIGHT_EPSILON) if dpace else 1.0
+            loss = loss * share * self.args.world_size
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def _stop_at(self, batch: dict[str, Any], blocks: Any, rows: Any, result: Any) -> None:

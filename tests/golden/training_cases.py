@@ -44,8 +44,8 @@ def _variants(case: dict[str, Any]) -> list[tuple[str, str, LossWeights, float |
         )
         return [("dspark", "", weights, decay)]
     return [
-        ("dflash", "", LossWeights(ce=1.0, eps=0.0), decay),
-        ("dpace", "dpace.", LossWeights(ce=1.0, dpace_alpha=config["dpace_alpha"], eps=0.0), None),
+        ("dflash", "", LossWeights(ce=1.0), decay),
+        ("dpace", "dpace.", LossWeights(ce=1.0, dpace_alpha=config["dpace_alpha"]), None),
     ]
 
 
@@ -79,9 +79,10 @@ def _check_variant(
     )
     output = drafter(features, blocks)
     slot_rows = gather_rows(output, blocks, features.last_hidden if weights.needs_target else None)
-    divisor = None
-    if label == "dpace":
-        divisor = float(case["config"]["batch_size"])
+    divisor = {
+        "dpace": float(case["config"]["batch_size"]),
+        "dflash": float(slot_rows.weights.double().sum()),
+    }.get(label)
     result = draft_loss(slot_rows, Projection.of(drafter), weights, divisor)
     result.loss.backward()
     rows = _outputs(case, tensors, dtype, prefix, drafter, features, blocks, output, keep)

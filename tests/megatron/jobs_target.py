@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron_tiny import VOCAB, gpt_model, hf_config, hf_model, initialize
 
-import modelopt_spec.convert as mtsp
+import modelopt_spec.conversion as mtsp
 from modelopt_spec.errors import SpecError
 from modelopt_spec.targets.base import open_target
 from modelopt_spec.targets.hf import HFTarget
