@@ -20,7 +20,7 @@ from modelopt_spec.conventions import (
 )
 from modelopt_spec.records import BlockBatch
 
-__all__ = ["BlockSettings", "make_blocks", "sample_anchors", "valid_anchors"]
+__all__ = ["BlockSettings", "anchor_generator", "make_blocks", "sample_anchors", "valid_anchors"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def make_blocks(
         positions, context_start = block_positions(anchors, size), torch.zeros_like(anchors)
     else:
         positions = block_positions(position_ids.gather(1, anchors), size)
-        context_start = anchors - position_ids.gather(1, anchors) if segment_ids is not None else torch.zeros_like(anchors)
+        context_start = (
+            anchors - position_ids.gather(1, anchors) if segment_ids is not None else torch.zeros_like(anchors)
+        )
     return BlockBatch(
         anchors=anchors,
         keep=keep,
@@ -116,3 +118,8 @@ def make_blocks(
         position_ids=positions,
         context_start=context_start,
     )
+
+
+def anchor_generator(seed: int, place: int) -> torch.Generator:
+    """A CPU generator that depends on the run's seed and a place in it."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + place) % (2**63))

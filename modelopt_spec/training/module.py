@@ -134,8 +134,12 @@ class DraftTrainingModule(nn.Module):
         output = self.drafter(features, blocks, positions)
         last_hidden = features.last_hidden if self.loss_config.needs_target else None
         rows = gather_rows(output, blocks, last_hidden)
-        result = draft_loss(rows, Projection.of(self.drafter), self._weights(base_ce), divisor)
+        result = draft_loss(rows, self.projection(), self._weights(base_ce), divisor)
         return result.loss, statistics(rows, result, blocks), rows, result
+
+    def projection(self) -> Projection:
+        """How the drafter's outputs become logits; targets that share the vocabulary over ranks have their own."""
+        return Projection.of(self.drafter)
 
     def _weights(self, base_ce: float) -> LossWeights:
         config = self.loss_config
@@ -177,5 +181,7 @@ def statistics(rows: SlotRows, result: LossResult, blocks: BlockBatch) -> StepSt
     totals = torch.stack([has_any.sum().float(), passed.sum() + has_any.sum(), by_probability.sum() + has_any.sum()])
     names = tuple(result.terms)
     sums = [value for name in names for value in result.terms[name]]
-    terms = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in sums]) if sums else torch.zeros(0)
+    terms = (
+        torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in sums]) if sums else torch.zeros(0)
+    )
     return StepStatistics(terms=terms, names=names, slots=slots.double(), blocks=totals.double())

@@ -19,6 +19,7 @@ from modelopt_spec.checkpoints.store import read_description, read_weights, writ
 from modelopt_spec.data.collate import collate_rows
 from modelopt_spec.errors import SpecError
 from modelopt_spec.training import run_checkpoints
+from modelopt_spec.training.blocks import anchor_generator
 from modelopt_spec.training.loss import WEIGHT_EPSILON, first_nonfinite_row
 from modelopt_spec.training.module import DraftTrainingModule, StepStatistics, lambda_at
 
@@ -103,7 +104,7 @@ class DraftTrainer(Trainer):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
             place = (self.state.global_step * num_batches + index) * self.args.world_size + self.args.process_index
-            batch["blocks"] = self.module.blocks(batch, _generator(self.args.seed, place))
+            batch["blocks"] = self.module.blocks(batch, anchor_generator(self.args.seed, place))
             self.unsupervised_rows += int((~batch["blocks"].supervised.flatten(1).any(1)).sum())
             total += batch["blocks"].weights.sum(dtype=torch.float64).to(device)
         return batches, self.accelerator.reduce(total) if batches else None
@@ -153,7 +154,7 @@ class DraftTrainer(Trainer):
     ) -> tuple[Tensor, None, None]:
         """Evaluation loss of one batch, with anchors that depend on its rows only."""
         batch = self._prepare_inputs(inputs)
-        batch["blocks"] = self.module.blocks(batch, _generator(self.args.seed, 2**40 + batch["rows"][0]))
+        batch["blocks"] = self.module.blocks(batch, anchor_generator(self.args.seed, 2**40 + batch["rows"][0]))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch)
         return loss.detach(), None, None
@@ -213,8 +214,3 @@ class DraftTrainer(Trainer):
         """Load the drafter's weights of a checkpoint."""
         description = read_description(resume_from_checkpoint)
         self.module.drafter.load_state_dict(read_weights(resume_from_checkpoint, description))
-
-
-def _generator(seed: int, place: int) -> torch.Generator:
-    """A CPU generator that depends on the run's seed and a place in it."""
-    return torch.Generator().manual_seed((seed * 1_000_003 + place) % (2**63))
