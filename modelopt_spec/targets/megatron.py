@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conventions import EMBEDDING_TAP
 from modelopt_spec.errors import ConfigError, DataError, UnsupportedError
 from modelopt_spec.records import TargetFeatures
@@ -40,7 +41,7 @@ try:
 except ImportError as error:  # pragma: no cover - megatron_model has said so already
     raise ImportError(str(error)) from error
 
-__all__ = ["MegatronTarget"]
+__all__ = ["MegatronTarget", "drafter_config"]
 
 
 def _refuse(model: GPTModel) -> None:
@@ -374,3 +375,24 @@ class MegatronTarget:
             shard_drafter(drafter, self.vocab_shard, mpu.get_data_parallel_group(with_context_parallel=True))
             describe_shards(drafter)
         self.sync_embedding()
+
+
+def drafter_config(model: Any) -> DrafterConfig:
+    """The resolved config of a converted model's drafter, also on the stages that do not host it.
+
+    Raises:
+        ConfigError: the model was not converted.
+    """
+    from modelopt.torch.opt.conversion import ModeloptStateManager
+
+    drafter = getattr(model, "drafter", None)
+    if drafter is not None:
+        return drafter.config
+    if ModeloptStateManager.is_converted(model):
+        from modelopt_spec.conversion import MODES
+
+        for _, state in reversed(ModeloptStateManager(model).state_dict()):
+            if "drafter" in state["metadata"]:
+                values = state["metadata"]["drafter"]
+                return MODES[values["algorithm"]](**values)
+    raise ConfigError(f"this {type(model).__name__} has no drafter: call modelopt_spec.convert on every rank first")

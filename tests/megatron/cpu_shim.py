@@ -115,24 +115,32 @@ def _patch_cuda() -> None:
     cuda.random.set_rng_state = replacements["set_rng_state"]
 
 
-def _patch_all_to_all() -> None:
-    """Gloo wants split sizes as lists of integers; the MoE dispatcher hands over tensors."""
-    original = torch.distributed.all_to_all_single
+def _patch_collectives() -> None:
+    """Gloo wants split sizes as lists of integers, and has no average."""
+    scatter, reduce = torch.distributed.all_to_all_single, torch.distributed.all_reduce
 
-    @functools.wraps(original)
+    def as_list(sizes: Any) -> Any:
+        return None if sizes is None else [int(s) for s in sizes]
+
+    @functools.wraps(scatter)
     def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        **kwargs: Any,
+        output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any
     ) -> Any:
-        def as_list(sizes: Any) -> Any:
-            return None if sizes is None else [int(s) for s in sizes]
+        sizes = [kwargs.pop("output_split_sizes", output_sizes), kwargs.pop("input_split_sizes", input_sizes)]
+        return scatter(output, input, *map(as_list, sizes), **kwargs)
 
-        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), **kwargs)
+    @functools.wraps(reduce)
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if op != torch.distributed.ReduceOp.AVG:
+            return reduce(tensor, op=op, group=group, **kwargs)
+        reduce(tensor, op=torch.distributed.ReduceOp.SUM, group=group)
+        tensor /= torch.distributed.get_world_size(group)
+        return None
 
     torch.distributed.all_to_all_single = all_to_all_single
+    torch.distributed.all_reduce = all_reduce
 
 
 def _patch_megatron() -> None:
@@ -145,5 +153,5 @@ def _patch_megatron() -> None:
 
 _patch_factories()
 _patch_cuda()
-_patch_all_to_all()
+_patch_collectives()
 _patch_megatron()

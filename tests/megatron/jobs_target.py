@@ -16,7 +16,9 @@ from modelopt_spec.targets.megatron import MegatronTarget
 TAPS = (-1, 1, 3, 5)
 
 
-def features(family: str, tp: int = 1, pp: int = 1, ep: int = 1, sp: bool = False, **overrides: Any) -> dict[str, float]:
+def features(
+    family: str, tp: int = 1, pp: int = 1, ep: int = 1, sp: bool = False, **overrides: Any
+) -> dict[str, float]:
     """Largest differences of features, embeddings and logits from the Hugging Face target's; empty off the last stage."""
     initialize(tp, pp, ep)
     config = hf_config(family, **overrides)

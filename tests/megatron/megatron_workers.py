@@ -27,7 +27,7 @@ class WorkerError(AssertionError):
 def _serve(connection: Connection) -> None:
     """Run jobs until the other side hangs up."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
     import warnings
 
     warnings.simplefilter("ignore")
