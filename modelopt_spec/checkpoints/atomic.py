@@ -38,7 +38,7 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path
     if final.is_dir() and any(final.iterdir()):
         if not overwrite:
             raise CheckpointError(
-                f"{final} exists and is not empty: name another directory, or pass overwrite (--overwrite) to replace it"
+                f"{final} exists and is not empty: name another directory, or pass overwrite (--overwrite)"
             )
         for kept in (Path.cwd(), Path.home()):
             if kept.is_relative_to(final):

@@ -131,7 +131,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{path} is not a safetensors file (a renamed pickle or zip is not read)")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{path}: its header claims {length} bytes, more than {MAX_HEADER_BYTES}: damaged, or not a safetensors file"
+                f"{path}: its header claims {length} bytes, more than {MAX_HEADER_BYTES}: damaged, or of another format"
             )
         if 8 + length > size:
             raise CheckpointError(
@@ -150,7 +150,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         end = stop
     if 8 + length + end != size:
         raise CheckpointError(
-            f"{path} is truncated or damaged: its tensors need {8 + length + end} bytes, it has {size}: download it again"
+            f"{path} is truncated or damaged: its tensors need {8 + length + end} bytes, it has {size}"
         )
     return entries
 
@@ -210,8 +210,8 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     unsafe = pickles(directory)
     if unsafe:
         raise CheckpointError(
-            f"{directory} has no safetensors file; {', '.join(unsafe[:4])} are pickles, which can run code when they are "
-            "read and are refused: convert them to safetensors where you trust them"
+            f"{directory} has no safetensors file; {', '.join(unsafe[:4])} are pickles, which can run code when they "
+            "are read and are refused: convert them to safetensors where you trust them"
         )
     raise CheckpointError(f"{directory} has no {WEIGHTS_FILE} (or {INDEX_FILE} with its shards)")
 

@@ -22,7 +22,16 @@ from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.versions import versions
 
-__all__ = ["DESCRIPTION", "WEIGHTS", "fingerprint", "fingerprint_of", "read_description", "restore", "save", "write_drafter"]
+__all__ = [
+    "DESCRIPTION",
+    "WEIGHTS",
+    "fingerprint",
+    "fingerprint_of",
+    "read_description",
+    "restore",
+    "save",
+    "write_drafter",
+]
 
 DESCRIPTION, WEIGHTS = "drafter.json", "model.safetensors"
 KIND, VERSION = "modelopt_spec.drafter", 1

@@ -1,0 +1,110 @@
+"""``drafter_card.json``: where an exported draft comes from and what training used, beside the files that engines read.
+
+The card is what the preflight holds the other files against. Kind ``modelopt_spec.drafter_card``, version 1.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from modelopt_spec.checkpoints.files import digest
+from modelopt_spec.checkpoints.safe_read import read_json
+from modelopt_spec.config import DrafterConfig
+from modelopt_spec.conversion import MODES
+from modelopt_spec.errors import CheckpointError
+from modelopt_spec.targets.base import open_target
+from modelopt_spec.versions import versions
+
+__all__ = ["CARD", "build_card", "read_card", "target_identity", "trained_config"]
+
+CARD = "drafter_card.json"
+KIND, VERSION = "modelopt_spec.drafter_card", 1
+TRAINING_REPORT = "report.json"
+
+
+def target_identity(model: nn.Module | None, name: str = "") -> dict[str, Any]:
+    """Name and shape of a target: what a draft was trained against."""
+    if model is None:
+        return {"name": name}
+    config = getattr(model, "config", None)
+    shape = asdict(open_target(model).shape)
+    shape["special_token_ids"] = list(shape["special_token_ids"])
+    return {"name": str(getattr(config, "name_or_path", "") or name), "class": type(model).__name__, "shape": shape}
+
+
+def build_card(
+    config: DrafterConfig,
+    *,
+    layout: str,
+    engines: dict[str, Any],
+    dtype: str,
+    target: dict[str, Any],
+    fingerprint: str,
+    source: str = "",
+    provenance: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The card's content; checksums of the files and the export's own comparison are added when they are known."""
+    card: dict[str, Any] = {
+        "kind": KIND,
+        "version": VERSION,
+        "versions": versions(),
+        "layout": layout,
+        "engines": engines,
+        "dtype": dtype,
+        "trained": config.model_dump(),
+        "target": target,
+        "fingerprint": fingerprint,
+        "source": source,
+    }
+    return {**card, **(provenance or {})}
+
+
+def provenance_of(checkpoint: Path) -> dict[str, Any]:
+    """Recipe, data and training report of a checkpoint directory, as far as it and its run directory tell."""
+    found: dict[str, Any] = {}
+    for name in ("recipe", "data"):
+        value = read_json(checkpoint / "drafter.json").get(name)
+        if value is not None:
+            found[name] = value
+    for place in (checkpoint, checkpoint.parent):
+        report = place / TRAINING_REPORT
+        if report.is_file():
+            content = read_json(report)
+            found["training_report"] = {
+                "sha256": digest(report),
+                "steps": content.get("steps"),
+                "seed": content.get("seed"),
+            }
+            break
+    return found
+
+
+def read_card(directory: Path) -> dict[str, Any] | None:
+    """The card of an exported directory; None if it has none."""
+    file = directory / CARD
+    if not file.is_file():
+        return None
+    card = read_json(file)
+    if card.get("kind") != KIND or card.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file} is of kind {card.get('kind')!r}, version {card.get('version')!r}; known: {KIND}, 1"
+        )
+    return card
+
+
+def trained_config(card: dict[str, Any]) -> DrafterConfig:
+    """What training used."""
+    values = card.get("trained")
+    if not isinstance(values, dict) or values.get("algorithm") not in MODES:
+        raise CheckpointError(f"{CARD} has no usable 'trained' entry: export again")
+    return MODES[values["algorithm"]](**values)
+
+
+def to_json(card: dict[str, Any]) -> str:
+    """The card as text."""
+    return json.dumps(card, indent=2) + "\n"

@@ -1,0 +1,250 @@
+"""`export`: from a trained drafter to a directory that engines load, proven before it appears."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from modelopt_spec.checkpoints import store
+from modelopt_spec.checkpoints.atomic import atomic_directory, check_free
+from modelopt_spec.checkpoints.card import CARD, build_card, provenance_of, target_identity
+from modelopt_spec.checkpoints.compare import Comparison, StandIn, compare_block, rebuild
+from modelopt_spec.checkpoints.engines import ExportPlan, plan_export
+from modelopt_spec.checkpoints.engines.base import drafts_of
+from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
+from modelopt_spec.checkpoints.independent_reader import IndependentDraft
+from modelopt_spec.checkpoints.layouts import Draft
+from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.errors import CheckpointError
+from modelopt_spec.targets.base import open_target
+
+__all__ = ["CONTEXTS", "TOLERANCE", "ExportReport", "export", "prove"]
+
+CONTEXTS = (1, 7, 33)
+"""Context lengths of the blocks that are compared before an export appears."""
+TOLERANCE = 2e-4
+"""Largest accepted relative difference of two float32 readings of the same weights."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What :func:`export` wrote."""
+
+    path: Path
+    layout: str
+    engines: tuple[str, ...]
+    """Engines that load the directory as it is."""
+    refused: dict[str, str]
+    """Engines that do not, with the reason and the nearest thing that works."""
+    dtype: str
+    files: tuple[str, ...]
+    parameters: int
+    comparisons: tuple[Comparison, ...]
+    launch: dict[str, str]
+    """How to start each engine with it."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst_difference(self) -> float:
+        """Largest relative difference between the drafter and the independent reading of the files."""
+        return max(c.worst for c in self.comparisons)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for ``--json``."""
+        return {
+            "path": str(self.path),
+            "layout": self.layout,
+            "engines": list(self.engines),
+            "refused": dict(self.refused),
+            "dtype": self.dtype,
+            "files": list(self.files),
+            "parameters": self.parameters,
+            "worst_difference": self.worst_difference,
+            "launch": dict(self.launch),
+            "notes": list(self.notes),
+        }
+
+    def show(self, console: Console | None = None) -> None:
+        """Print what was written and how to serve it."""
+        console = console or Console(stderr=True)
+        table = Table(
+            "", "", title=f"exported to {self.path}", title_justify="left", show_edge=False, show_header=False
+        )
+        table.add_row("layout", f"{self.layout}, {self.parameters:,} parameters, {self.dtype}")
+        table.add_row("proven", f"block logits read back from the files differ by {self.worst_difference:.1e} at most")
+        for name in self.engines:
+            table.add_row(name, "loads it as it is")
+        for name, reason in self.refused.items():
+            table.add_row(name, f"[yellow]no:[/] {reason}")
+        for note in self.notes:
+            table.add_row("note", note)
+        console.print(table)
+        for name, line in self.launch.items():
+            console.print(f"[bold]{name}[/]\n{line}", highlight=False, soft_wrap=True)
+
+
+def export(
+    model_or_checkpoint: nn.Module | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    engines: Sequence[str] | None = None,
+    layout: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    scheduler: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int | None = None,
+    quiet: bool = False,
+) -> ExportReport:
+    """Write a drafter as a directory that engines load.
+
+    Args:
+        model_or_checkpoint: a model with a drafter, or a checkpoint directory (of :func:`modelopt_spec.save`
+            or of a run).
+        out: the directory to write. It appears complete or not at all.
+        engines: engines that must all load it (``vllm``, ``sglang``, ``tensorrt_llm``, ``llama.cpp``); None writes for
+            as many as serve this drafter and reports the others.
+        layout: published format to write; None takes the one that the engines read.
+        dtype: type of the written weights; None keeps theirs.
+        overwrite: replace a directory that is not empty.
+        scheduler: a ``scheduler.json`` whose files for the engines are written too.
+        max_shard_bytes: split the weights into files of about this size; None writes 5 GiB at most a file.
+        quiet: do not print the report.
+
+    Raises:
+        UnsupportedError: an engine that was named does not serve this drafter, or two cannot share one directory.
+        CheckpointError: ``out`` is not free, or what was written does not reproduce the drafter.
+    """
+    check_free(out, overwrite=overwrite)
+    draft, target, provenance, source = _draft_of(model_or_checkpoint)
+    shape = open_target(model_or_checkpoint).shape if isinstance(model_or_checkpoint, nn.Module) else None
+    wanted = parse_dtype(dtype)
+    if wanted is not None:
+        draft = _cast(draft, wanted)
+    _check_mask(draft)
+    plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=shape)
+    with atomic_directory(out, overwrite) as directory:
+        files = write_draft(draft, plan, directory, max_shard_bytes=max_shard_bytes)
+        comparisons = prove(draft, directory)
+        notes = list(plan.notes)
+        if scheduler is not None:
+            notes += _write_scheduler(Path(scheduler), directory, files, drafts_of(draft.config), str(out))
+        card = build_card(
+            draft.config,
+            layout=plan.layout.name,
+            engines={"load": list(plan.engines), "refused": dict(plan.refused)},
+            dtype=str(draft.dtype).removeprefix("torch."),
+            target=target,
+            fingerprint=store.fingerprint_of(draft.tensors),
+            source=source,
+            provenance=provenance,
+        )
+        card["files"] = {name: digest(directory / name) for name in files}
+        card["proof"] = {"contexts": [c.context for c in comparisons], "worst": max(c.worst for c in comparisons)}
+        write_json(directory / CARD, card)
+    path = Path(out)
+    report = ExportReport(
+        path=path,
+        layout=plan.layout.name,
+        engines=plan.engines,
+        refused=plan.refused,
+        dtype=card["dtype"],
+        files=(*files, CARD),
+        parameters=sum(t.numel() for t in draft.tensors.values() if t.is_floating_point()),
+        comparisons=comparisons,
+        launch=plan.launch(target.get("name") or "TARGET", str(path)),
+        notes=tuple(notes),
+    )
+    if not quiet:
+        report.show()
+    return report
+
+
+def write_draft(draft: Draft, plan: ExportPlan, directory: Path, *, max_shard_bytes: int | None = None) -> list[str]:
+    """Write ``config.json`` and the weights of a draft in a plan's layout; returns the file names."""
+    limits = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    dtype = str(draft.dtype).removeprefix("torch.")
+    config = {**plan.layout.write_config(draft.config), "dtype": dtype, "torch_dtype": dtype}
+    files = write_tensors(plan.layout.write_tensors(draft), directory, **limits)
+    write_json(directory / "config.json", config)
+    return ["config.json", *files]
+
+
+def prove(draft: Draft, directory: Path, *, contexts: Sequence[int] = CONTEXTS) -> tuple[Comparison, ...]:
+    """Read a written directory with the independent reader and compare blocks with the drafter, in float32.
+
+    Raises:
+        CheckpointError: they differ by more than :data:`TOLERANCE`.
+    """
+    config = draft.config
+    width = config.target_hidden_size or 0
+    stand_in = StandIn(config.backbone.hidden_size or 0, config.vocab_size or 0)
+    drafter: Drafter = rebuild(draft)
+    reader = IndependentDraft.open(directory)
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for context in contexts:
+        taps = torch.randn(context, len(config.target_layer_ids or ()) * width, generator=generator)
+        anchor = context % (config.vocab_size or 1)
+        comparison = compare_block(
+            drafter,
+            reader,
+            taps,
+            anchor,
+            stand_in.embed,
+            stand_in.logits,
+            window_rule=config.backbone.window_rule,
+        )
+        if not comparison.worst <= TOLERANCE:
+            raise CheckpointError(
+                f"what was written does not reproduce the drafter: at {context} context positions the files give "
+                f"hidden states off by {comparison.hidden:.2g}, logits by {comparison.logits:.2g}, confidences by "
+                f"{comparison.confidence:.2g} (relative). Nothing was kept; report this as a bug"
+            )
+        results.append(comparison)
+    return tuple(results)
+
+
+def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[str, Any], dict[str, Any], str]:
+    """The draft, its target's identity, its provenance and where it came from."""
+    if isinstance(source, nn.Module):
+        drafter = getattr(source, "drafter", None)
+        if not isinstance(drafter, Drafter):
+            raise CheckpointError(f"this {type(source).__name__} has no drafter: call modelopt_spec.convert first")
+        tensors = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
+        return Draft(drafter.config, tensors), target_identity(source), {}, "a model in memory"
+    root = Path(source)
+    description = store.read_description(root)
+    tensors = store.read_weights(root, description)
+    target = description.get("target_identity") or {"name": str(description.get("target", ""))}
+    return Draft(store.config_of(description), tensors), target, provenance_of(root), str(root)
+
+
+def _cast(draft: Draft, dtype: torch.dtype) -> Draft:
+    return Draft(draft.config, {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft.tensors.items()})
+
+
+def _check_mask(draft: Draft) -> None:
+    """Refuse a draft whose mask id is not known: engines need it."""
+    if draft.config.mask_token_id is None:
+        raise CheckpointError(
+            "mask_token_id is not set, and engines need it: call drafter.set_mask_token(tokenizer), or convert with one"
+        )
+
+
+def _write_scheduler(file: Path, directory: Path, files: list[str], gamma: int, out: str) -> list[str]:
+    """Copy a scheduler file and write the engines' forms of it; returns notes."""
+    from modelopt_spec.scheduling.export import write_engine_files
+    from modelopt_spec.scheduling.scheduler_file import load_scheduler
+
+    written = write_engine_files(directory, load_scheduler(file, gamma=gamma), draft=out)
+    (directory / "scheduler.json").write_bytes(file.read_bytes())
+    files += ["scheduler.json", *sorted(path.name for path in written.files.values())]
+    return list(written.notes)

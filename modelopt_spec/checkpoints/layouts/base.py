@@ -1,0 +1,155 @@
+"""What a layout is: the names and keys of one published draft format, in both directions. No tensors are computed here.
+
+A layout translates between a :class:`Draft` (our config, weights under our state dict names) and the keys of a
+``config.json`` plus the tensor names of a safetensors file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from modelopt_spec.checkpoints.account import Entry, KeyReader
+from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.config import DrafterConfig
+from modelopt_spec.errors import CheckpointError, UnsupportedError, nearest
+
+__all__ = ["Draft", "Layout", "expected_shapes", "shared_tensors"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter as data: what every layout reads to and writes from."""
+
+    config: DrafterConfig
+    """Fully resolved, as far as a file can say it."""
+    tensors: Mapping[str, Tensor]
+    """Weights under the names of the drafter's state dict."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the backbone's weights."""
+        return next(t.dtype for t in self.tensors.values() if t.is_floating_point())
+
+
+class Layout(ABC):
+    """Names and keys of one published format."""
+
+    name: ClassVar[str]
+    """As on the command line."""
+    title: ClassVar[str]
+    """For tables."""
+    optional: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
+    """Tensors (in the file's names) that are copies of the target's and may be absent or present."""
+
+    @abstractmethod
+    def recognises(self, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> bool:
+        """Whether a directory's content is of this layout."""
+
+    @abstractmethod
+    def read_config(self, keys: KeyReader, entries: Mapping[str, TensorEntry]) -> DrafterConfig:
+        """Our config from the file's keys (and tensor shapes, where a key is missing)."""
+
+    @abstractmethod
+    def write_config(self, config: DrafterConfig) -> dict[str, Any]:
+        """The keys of ``config.json``, without ``dtype``."""
+
+    def refuses(self, config: DrafterConfig) -> str | None:
+        """Why a drafter cannot be written in this layout, with the nearest thing that can; None if it can."""
+        return None
+
+    def file_name(self, ours: str) -> str:
+        """The file's name of one of our tensors."""
+        return ours
+
+    def our_name(self, name: str) -> str:
+        """Our name of one of the file's tensors."""
+        return name
+
+    def after_read(self, draft: Draft) -> Draft:
+        """Values that mean something else in the file than here (offsets, for example); names are done already."""
+        return draft
+
+    def check(self, config: DrafterConfig) -> None:
+        """Raise what :meth:`refuses` says."""
+        reason = self.refuses(config)
+        if reason:
+            raise UnsupportedError(f"layout {self.name!r}: {reason}")
+
+    def write_tensors(self, draft: Draft) -> dict[str, Tensor]:
+        """The file's tensors, contiguous."""
+        return {self.file_name(name): tensor.detach().contiguous() for name, tensor in draft.tensors.items()}
+
+    def match(
+        self,
+        config: DrafterConfig,
+        entries: Mapping[str, TensorEntry],
+        *,
+        ignore_unknown: bool = False,
+        overruled: list[str] | None = None,
+    ) -> tuple[dict[str, str], list[Entry]]:
+        """Pair our tensor names with the file's, and account for every tensor of the file.
+
+        Returns:
+            {our name: file name} and one entry for each tensor of the file.
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown, or of the wrong shape.
+        """
+        shapes = expected_shapes(config)
+        pairs: dict[str, str] = {}
+        account: list[Entry] = []
+        unknown: list[str] = []
+        for name, entry in entries.items():
+            ours = self.our_name(name)
+            if ours in shapes:
+                if tuple(entry.shape) != shapes[ours]:
+                    raise CheckpointError(
+                        f"tensor {name!r} has shape {list(entry.shape)}, but its config asks for {list(shapes[ours])}"
+                    )
+                pairs[ours] = name
+                account.append(Entry(name, "used" if ours == name else "renamed", ours, list(entry.shape)))
+            elif name in self.optional:
+                account.append(Entry(name, "ignored", "the target's own module is used", list(entry.shape)))
+            else:
+                unknown.append(name)
+                account.append(Entry(name, "ignored", "not a tensor of this drafter", list(entry.shape)))
+        missing = sorted(set(shapes) - set(pairs))
+        if missing:
+            named = ", ".join(self.file_name(name) for name in missing[:8])
+            raise CheckpointError(
+                f"layout {self.name!r}: the file lacks {len(missing)} tensors that its config asks for: {named}"
+            )
+        if unknown:
+            message = (
+                f"layout {self.name!r}: {len(unknown)} tensors belong to no part of the drafter that the config "
+                f"describes: {', '.join(unknown[:8])}.{nearest(unknown[0], [self.file_name(n) for n in shapes])}"
+            )
+            if not ignore_unknown:
+                raise CheckpointError(
+                    f"{message} A head that the config does not mention would be lost; pass ignore_unknown to drop them"
+                )
+            if overruled is not None:
+                overruled.append(message)
+        return pairs, account
+
+
+def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight of a resolved config's drafter, from a copy without memory."""
+    from modelopt_spec.drafter.drafter import build_drafter
+
+    with torch.device("meta"):
+        drafter = build_drafter(config)
+    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+
+
+def shared_tensors(config: DrafterConfig) -> tuple[str, ...]:
+    """Names of the target's tensors that a drafter of this config does not carry itself."""
+    return (
+        ("embed_tokens.weight",) if config.draft_vocab_size is not None else ("embed_tokens.weight", "lm_head.weight")
+    )
