@@ -130,8 +130,8 @@ def supervision_mask(
 
 
 def slot_decay(block_size: int, decay: float | None, layout: BlockLayout, device: torch.device | None = None) -> Tensor:
-    """Weight ``exp(-j / decay)`` of each slot, j counted from the first drafting slot; ones without a decay. [K]."""
-    slots = torch.arange(block_size, device=device, dtype=torch.float32)
+    """Weight ``exp(-j / decay)`` of each slot, j counted from the first drafting slot; ones without a decay. [K] float64."""
+    slots = torch.arange(block_size, device=device, dtype=torch.float64)
     if decay is None:
         return torch.ones_like(slots)
     if decay <= 0:

@@ -39,7 +39,7 @@ class BlockBatch:
     supervised: Tensor
     """[B, N, K] bool, which slots are taught."""
     weights: Tensor
-    """[B, N, K] float32, loss weight of each slot (0 where not supervised)."""
+    """[B, N, K] float64, loss weight of each slot (0 where not supervised)."""
     target_positions: Tensor
     """[B, N, K] position whose last hidden state predicts the label: label position - 1, clamped into the row."""
     position_ids: Tensor
