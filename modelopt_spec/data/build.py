@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import IO
 
 import datasets
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from modelopt_spec.data.chat import ChatRenderer, TokenRow
+from modelopt_spec.data.chat import ChatRenderer
 from modelopt_spec.data.config import DataConfig, SourceConfig
 from modelopt_spec.data.looping import looping
 from modelopt_spec.data.messages import Conversation, RowError, first_prompt, parse_row
@@ -27,7 +26,7 @@ from modelopt_spec.data.packing import pack_samples
 from modelopt_spec.data.report import FILTERED, DataReport
 from modelopt_spec.data.sources import read_prompts, read_rows
 from modelopt_spec.data.store import Sample, SampleStore
-from modelopt_spec.data.workers import render_chunks
+from modelopt_spec.data.workers import TokenizedRow, render_chunks
 from modelopt_spec.errors import DataError
 
 __all__ = ["Split", "build_splits"]
@@ -326,8 +325,8 @@ def _store(
     packed = pack_samples(samples(), config.max_length) if config.pack else samples()
     for sample in packed:
         main.store.add(sample)
-    for _ in rows:
-        main.skipped["over_limit"] += 1
+    for split, _ in rows:
+        split.skipped["over_limit"] += 1
     for split in splits:
         rejects.check(split, split.read - split.skipped["over_limit"])
         split.dataset = split.store.finish()
@@ -343,21 +342,25 @@ def _samples(
     progress: Progress,
 ) -> Iterator[tuple[Split, Sample]]:
     renderer = ChatRenderer(tokenizer, config)
-    for chunk, results in render_chunks(renderer, rows, CHUNK_ROWS, config.num_workers):
+
+    def until_limit() -> Iterator[tuple[Split, KeyedRow]]:
+        while left[0] != 0 and (item := next(rows, None)) is not None:
+            yield item
+
+    chunks = render_chunks(renderer, until_limit(), lambda item: item[1].conversation, CHUNK_ROWS, config.num_workers)
+    for chunk, results in chunks:
         for (split, row), result in zip(chunk, results, strict=True):
-            if split is main and left[0] == 0:
-                main.skipped["over_limit"] += 1
+            if left[0] == 0:
+                split.skipped["over_limit"] += 1
             elif isinstance(result, RowError):
                 rejects.add(split, row.source, row.index, result)
             else:
                 left[0] -= split is main
                 yield from ((split, sample) for sample in _keep(split, row, result))
         progress("tokenize", len(chunk))
-        if left[0] == 0:
-            return
 
 
-def _keep(split: Split, row: KeyedRow, tokens: list[TokenRow]) -> Iterator[Sample]:
+def _keep(split: Split, row: KeyedRow, tokens: list[TokenizedRow]) -> Iterator[Sample]:
     split.kept += 1
     split.by_source[row.source] += 1
     split.looping += row.looping
@@ -366,4 +369,4 @@ def _keep(split: Split, row: KeyedRow, tokens: list[TokenRow]) -> Iterator[Sampl
         split.lost_tokens += part.lost_tokens
         split.lost_supervised += part.lost_supervised
         split.straddling += part.straddling
-        yield Sample(np.array(part.input_ids, dtype=np.int32), np.array(part.loss_mask, dtype=np.bool_))
+        yield part.sample

@@ -35,6 +35,15 @@ class TokenRow:
     """Tokens that begin in a prompt and end in an answer; they are not supervised."""
 
 
+@dataclass(frozen=True)
+class _Rendered:
+    """The rows of one conversation before they are tokenized, or why there are none."""
+
+    rows: list[RenderedRow]
+    special_tokens: bool = False
+    error: RowError | None = None
+
+
 class ChatRenderer:
     """Turns raw rows into token rows with one tokenizer and one :class:`DataConfig`.
 
@@ -86,34 +95,32 @@ class ChatRenderer:
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | Conversation]) -> list[list[TokenRow] | RowError]:
         """Token rows of each raw row, or why it has none. Templates run once a row, the tokenizer once a batch."""
-        rendered: list[list[RenderedRow] | RowError] = []
-        plain: list[bool] = []
+        return self.tokenize_all(self.render_all(rows))
+
+    def render_all(self, rows: Sequence[Mapping[str, Any] | Conversation]) -> list[_Rendered]:
+        """Parse and render many rows; errors stand in the place of their row."""
+        result: list[_Rendered] = []
         for row in rows:
             try:
                 conversation = row if isinstance(row, Conversation) else parse_row(row)
-                plain.append(conversation.text is not None and not self._has_bos(conversation.text))
-                rendered.append(self.render(conversation))
+                special = conversation.text is not None and not self._has_bos(conversation.text)
+                result.append(_Rendered(self.render(conversation), special))
             except RowError as error:
-                if len(plain) == len(rendered):
-                    plain.append(False)
-                rendered.append(error)
+                result.append(_Rendered([], error=error))
+        return result
+
+    def tokenize_all(self, rendered: Sequence[_Rendered]) -> list[list[TokenRow] | RowError]:
+        """Tokenize what :meth:`render_all` gave; a conversation keeps those of its rows that can be used."""
         tokens: dict[bool, list[TokenRow | RowError]] = {}
         for special in (False, True):
-            batch = [
-                part
-                for item, flag in zip(rendered, plain, strict=True)
-                if flag is special and not isinstance(item, RowError)
-                for part in item
-            ]
+            batch = [row for item in rendered if item.special_tokens is special for row in item.rows]
             tokens[special] = self.tokenize(batch, special_tokens=special)[::-1] if batch else []
         result: list[list[TokenRow] | RowError] = []
-        for item, flag in zip(rendered, plain, strict=True):
-            if isinstance(item, RowError):
-                result.append(item)
-                continue
-            parts = [tokens[flag].pop() for _ in item]
+        for item in rendered:
+            parts = [tokens[item.special_tokens].pop() for _ in item.rows]
+            errors = [part for part in parts if isinstance(part, RowError)]
             good = [part for part in parts if isinstance(part, TokenRow)]
-            result.append(good if good else next(part for part in parts if isinstance(part, RowError)))
+            result.append(good or item.error or errors[0])
         return result
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:

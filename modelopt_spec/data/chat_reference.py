@@ -7,6 +7,7 @@ its turn. It knows nothing of templates that rewrite earlier turns or print more
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,16 +19,17 @@ def reference_row(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, supervise: str = "all"
 ) -> tuple[list[int], list[bool]]:
     """Ids and mask by rendering prefixes; a turn ends with the last character that is not white space."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    render: Any = partial(tokenizer.apply_chat_template, tokenize=False)
+    text = render(messages)
     taught = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = []
     for i in taught if supervise == "all" else taught[-1:]:
-        prompt = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-        turn = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        prompt = render(messages[:i], add_generation_prompt=True)
+        turn = render(messages[: i + 1])
         if not turn.startswith(prompt) or not text.startswith(turn.rstrip()):
             raise ValueError(f"turn {i} is not rendered behind its prompt, or differently later on")
         spans.append((len(prompt), len(turn.rstrip())))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], mask
 
@@ -36,5 +38,5 @@ def reference_tagged_row(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[bool]]:
     """Ids and mask of a template with generation tags, as transformers gives them."""
-    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     return encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]]

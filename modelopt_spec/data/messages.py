@@ -43,6 +43,9 @@ class RowError(ValueError):
         self.reason = reason
         self.detail = detail
 
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
+        return RowError, (self.reason, self.detail)
+
 
 @dataclass(frozen=True)
 class Conversation:

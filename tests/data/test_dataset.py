@@ -158,6 +158,22 @@ def test_spilled_order_equals_the_order_in_memory(tokenizer, tmp_path) -> None:
     assert not list(tmp_path.glob(".mtsp-order-*"))
 
 
+@pytest.mark.parametrize("max_samples", [None, 700])
+def test_worker_processes_change_nothing(tokenizer, tmp_path, max_samples: int | None) -> None:
+    rows = [*rows_of(1500), {"messages": []}, tiny.chat("Hello", "x")]
+    config = DataConfig(
+        train=write(tmp_path / "a.jsonl", rows), validation_share=0.1, max_samples=max_samples, pack=True
+    )
+    alone = load_datasets(config, tokenizer, quiet=True)
+    several = load_datasets(config.replace(num_workers=2), tokenizer, quiet=True)
+    assert several.train_report == alone.train_report
+    assert several.validation_report == alone.validation_report
+    assert alone.train_report.rows_kept == max_samples or max_samples is None
+    total = alone.train_report.skipped.get("over_limit", 0) + alone.validation_report.skipped.get("over_limit", 0)
+    kept = alone.train_report.rows_kept + alone.validation_report.rows_kept
+    assert kept + total + alone.train_report.bad + alone.validation_report.bad == 1502
+
+
 def test_one_bad_row_is_counted_and_written_not_fatal(tokenizer, tmp_path) -> None:
     rows = [*rows_of(40), "{not json", {"messages": [{"role": "narrator", "content": "x"}]}]
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows))
