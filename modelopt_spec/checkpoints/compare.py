@@ -138,7 +138,9 @@ def compare_block(
     if (ours.confidence is None) != (theirs.confidence is None):
         confidence = float("inf")
     elif ours.confidence is not None and theirs.confidence is not None:
-        confidence = float((ours.confidence.double() - theirs.confidence.double()).abs().max())
+        same_shape = ours.confidence.shape == theirs.confidence.shape
+        differences = (ours.confidence.double() - theirs.confidence.double()).abs() if same_shape else None
+        confidence = float("inf") if differences is None else float(differences.max())
     return Comparison(
         context=taps.shape[0],
         hidden=relative(theirs.hidden, ours.hidden),

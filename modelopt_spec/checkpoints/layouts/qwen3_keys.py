@@ -33,7 +33,7 @@ NEUTRAL_KEYS = (
 
 def write_backbone(backbone: BackboneConfig) -> dict[str, Any]:
     """The keys of a resolved dense backbone. Rope stands in both forms, transformers 5's and the older one."""
-    rope = dict(backbone.rope_parameters or {})
+    rope = dict(sorted((backbone.rope_parameters or {}).items()))
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     windowed = backbone.sliding_window is not None
     layers = backbone.num_layers or 0
