@@ -21,6 +21,7 @@ __all__ = [
     "out_name",
     "shard_drafter",
     "whole_state_dict",
+    "whole_tensor",
 ]
 
 
@@ -133,16 +134,18 @@ def _shards(drafter: Any) -> dict[str, VocabShard]:
 
 
 @torch.no_grad()
+def whole_tensor(drafter: Any, name: str, tensor: Tensor) -> Tensor:
+    """A parameter of a drafter, or its gradient, as one rank alone would hold it; all tensor-parallel ranks call it."""
+    vocab = _shards(drafter).get(name)
+    if vocab is None:
+        return tensor.detach()
+    return torch.cat(all_gather(tensor.detach(), vocab.group))[: vocab.vocab_size]
+
+
+@torch.no_grad()
 def whole_state_dict(drafter: Any) -> dict[str, Tensor]:
     """The state dict that the same drafter has beside a Hugging Face target; all tensor-parallel ranks together."""
-    shards = _shards(drafter)
-    result = {}
-    for name, tensor in drafter.state_dict().items():
-        if name in shards:
-            vocab = shards[name]
-            tensor = torch.cat(all_gather(tensor, vocab.group))[: vocab.vocab_size]
-        result[name] = tensor.detach().clone()
-    return result
+    return {name: whole_tensor(drafter, name, tensor).clone() for name, tensor in drafter.state_dict().items()}
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ sum of all slot weights. Earlier stages get zero gradients, because a schedule s
     model = mtsp.convert(gpt_model, ("dspark", {...}), tokenizer=tokenizer)
     step = MegatronForwardStep(model, loss, num_anchors=64)
     wrapped = wrap_for_training(model, step)
-    optimizer = get_megatron_optimizer(OptimizerConfig(...), [wrapped])
+    optimizer, scheduler = make_optimizer(wrapped, lr=6e-4, total_steps=1000)
     for batches in data:                                    # the micro-batches of one optimizer step
-        report = train_step(step, wrapped, optimizer, batches)
+        report = train_step(step, wrapped, optimizer, batches, scheduler)
 
 Legend: B batch, S sequence, D hidden, T taps, K slots.
 """
@@ -38,6 +38,7 @@ __all__ = [
     "MegatronForwardStep",
     "StepReport",
     "evaluate_step",
+    "make_optimizer",
     "projection_of",
     "train_step",
     "wrap_for_training",
@@ -282,8 +283,8 @@ def _run(step: MegatronForwardStep, wrapped: Any, batches: Sequence[Batch], forw
     piped = step._mpu.get_pipeline_model_parallel_world_size() > 1
     if piped and len(shapes) > 1:
         raise DataError(
-            f"the micro-batches of a step have shapes {sorted(shapes)}: with a pipeline they must be equal, pad all rows "
-            "to data.max_length and drop the last incomplete batch"
+            f"the micro-batches of a step have shapes {sorted(shapes)}: with a pipeline they must be equal, pad all "
+            "rows to data.max_length and drop the last incomplete batch"
         )
     step.begin(len(batches))
     rows, length = next(iter(shapes))
@@ -299,8 +300,59 @@ def _run(step: MegatronForwardStep, wrapped: Any, batches: Sequence[Batch], forw
     )
 
 
-def train_step(step: MegatronForwardStep, wrapped: Any, optimizer: Any, batches: Sequence[Batch]) -> StepReport:
+def make_optimizer(
+    wrapped: Any,
+    *,
+    lr: float,
+    total_steps: int,
+    weight_decay: float = 0.0,
+    warmup_steps: int = 0,
+    decay_style: str = "cosine",
+    clip_grad: float = 1.0,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Megatron's Adam and its parameter scheduler, which also exempts norms and biases from weight decay.
+
+    Args:
+        wrapped: of :func:`wrap_for_training`.
+        lr: highest learning rate, reached after ``warmup_steps`` and taken to 0 over ``total_steps``.
+        total_steps: of the run.
+        weight_decay: of matrices.
+        warmup_steps: linear warm-up.
+        decay_style: ``constant``, ``linear``, ``cosine`` or another that Megatron knows.
+        clip_grad: largest gradient norm, 0 for none.
+        options: more fields of Megatron's ``OptimizerConfig``, such as ``use_distributed_optimizer``.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    half = {"bf16": wrapped.config.params_dtype == torch.bfloat16, "fp16": wrapped.config.params_dtype == torch.float16}
+    config = OptimizerConfig(
+        **{"optimizer": "adam", "lr": lr, "weight_decay": weight_decay, "clip_grad": clip_grad, **half, **options}
+    )
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if warmup_steps else lr,
+        max_lr=lr,
+        min_lr=lr if decay_style == "constant" else 0.0,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(total_steps, warmup_steps + 1),
+        lr_decay_style=decay_style,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def train_step(
+    step: MegatronForwardStep, wrapped: Any, optimizer: Any, batches: Sequence[Batch], scheduler: Any = None
+) -> StepReport:
     """One optimizer step over the micro-batches of this data-parallel rank; every rank together.
+
+    Without Megatron's parameter scheduler the optimizer decays norms and biases too.
 
     Raises:
         SpecError: a loss that is not finite, on every rank and before the optimizer moves.
@@ -314,6 +366,8 @@ def train_step(step: MegatronForwardStep, wrapped: Any, optimizer: Any, batches:
     _run(step, wrapped, batches, forward_only=False)
     report = step.report()
     _, grad_norm, _ = optimizer.step()
+    if scheduler is not None:
+        scheduler.step(increment=1)
     step.step += 1
     return StepReport(**{**report.__dict__, "grad_norm": None if grad_norm is None else float(grad_norm)})
 
