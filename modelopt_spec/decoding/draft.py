@@ -75,7 +75,7 @@ class BlockDrafter:
             assert isinstance(drafter.d2t, Tensor)
             self._d2t = drafter.d2t
         self._pruned: PrunedArgmax | None = None
-        if sampling.greedy and drafter.head is not None and PrunedArgmax.pays(drafter.head.out.weight, batch_size):
+        if sampling.greedy and drafter.head is not None and PrunedArgmax.pays(drafter.head.out, batch_size):
             self._pruned = PrunedArgmax(drafter.head.out.weight)
 
     def extend(self, taps: Tensor, counts: Tensor | None = None) -> None:

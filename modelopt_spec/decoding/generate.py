@@ -113,6 +113,8 @@ def generate(
         UnsupportedError: a generation config or a target that this cannot reproduce; the message says what.
     """
     drafter, target = _parts(model)
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise DataError(f"input_ids has shape {tuple(input_ids.shape)}: it must be [prompts, tokens], neither 0")
     settings = resolve_settings(
         model,
         input_ids.shape[1],
@@ -205,8 +207,6 @@ def _unpad(
     input_ids: Tensor, attention_mask: Tensor | None, settings: Settings, pad_token_id: int | None
 ) -> list[list[int]]:
     """Prompts without their padding."""
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise DataError(f"input_ids has shape {tuple(input_ids.shape)}: it must be [prompts, tokens], neither 0")
     if attention_mask is None:
         pad = settings.pad_token_id
         known = pad_token_id is not None or pad not in settings.eos_token_ids

@@ -12,7 +12,9 @@ Legend: V vocabulary, R head rank.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from modelopt_spec.targets.base import is_plain_linear
 
 __all__ = ["PrunedArgmax"]
 
@@ -30,9 +32,12 @@ class PrunedArgmax:
         self.norms = self.weight.float().norm(dim=1)
 
     @staticmethod
-    def pays(weight: Tensor, batch_size: int) -> bool:
-        """Whether the search is faster than the dense product: one row, a CPU, a matrix larger than its caches."""
-        return batch_size == 1 and weight.device.type == "cpu" and weight.numel() >= 2**19
+    def pays(out: nn.Module, batch_size: int) -> bool:
+        """Whether the search is faster than calling the module: one row, a CPU, a plain matrix larger than its caches."""
+        if not (batch_size == 1 and is_plain_linear(out)):
+            return False
+        weight = out.weight
+        return isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.numel() >= 2**19
 
     def __call__(self, base: Tensor, latent: Tensor) -> Tensor:
         """Base [1, V], latent [1, R] -> [1] index of the largest ``base + W u``."""
