@@ -7,7 +7,7 @@ its turn. Prompts, headers and the line break after a turn are never supervised.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class ChatRenderer:
             return [RenderedRow(conversation.text, ((0, len(conversation.text)),))]
         messages = place_system(conversation.messages, self.config.system_role)
         if messages is not conversation.messages:
-            conversation = Conversation(messages, None, conversation.tools, conversation.template_kwargs)
+            conversation = replace(conversation, messages=messages)
         return self.template.rows(conversation, self.config.supervise, self.config.rewrites)
 
     def tokenize(self, rows: Sequence[RenderedRow], *, special_tokens: bool = False) -> list[TokenRow | RowError]:
@@ -123,7 +123,12 @@ class ChatRenderer:
             result.append(good or item.error or errors[0])
         return result
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of ``messages`` with the generation prompt behind them: what the target is given to answer.
 
         Raises:
@@ -131,7 +136,9 @@ class ChatRenderer:
         """
         try:
             placed = place_system([dict(m) for m in messages], self.config.system_role)
-            text, _ = self.template.render(placed, tools=tools, add_generation_prompt=True)
+            text, _ = self.template.render(
+                placed, tools=tools, template_kwargs=template_kwargs, add_generation_prompt=True
+            )
         except RowError as error:
             raise DataError(f"prompt cannot be rendered: {error}") from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

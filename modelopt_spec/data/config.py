@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from modelopt_spec.config import SpecConfig
 from modelopt_spec.errors import ConfigError
 
-__all__ = ["DataConfig", "SourceConfig"]
+__all__ = ["DataConfig", "RegenerateConfig", "SamplingConfig", "ServerConfig", "SourceConfig"]
 
 
 class SourceConfig(SpecConfig):
@@ -109,3 +109,84 @@ def parse_date(text: str) -> Any:
         return datetime.strptime(text, "%Y-%m-%d")
     except ValueError:
         raise ConfigError(f"data.date is {text!r}: write it as YYYY-MM-DD") from None
+
+
+class SamplingConfig(SpecConfig):
+    """How the target speaks; recorded with the rows."""
+
+    temperature: float = Field(default=0.7, ge=0, description="0 = greedy")
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1, description="null = not limited (sent to servers only if set)")
+    max_tokens: int = Field(default=1024, ge=1, description="of one answer; longer ones end with finish_reason length")
+
+    def request(self) -> dict[str, Any]:
+        """Fields of a chat completion request."""
+        values = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        return values if self.top_k is None else {**values, "top_k": self.top_k}
+
+    def generate_arguments(self) -> dict[str, Any]:
+        """Arguments of transformers' ``generate``."""
+        if not self.temperature:
+            return {
+                "do_sample": False,
+                "temperature": None,
+                "top_p": None,
+                "top_k": None,
+                "max_new_tokens": self.max_tokens,
+            }
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k or 0,
+            "max_new_tokens": self.max_tokens,
+        }
+
+
+class ServerConfig(SpecConfig):
+    """An OpenAI-compatible server: vLLM, SGLang, llama.cpp, or a hosted one."""
+
+    base_url: str = Field(description="address up to and including /v1")
+    model: str = Field(default="default", description="name that the server knows the target by")
+    api_key_env: str = Field(default="OPENAI_API_KEY", description="environment variable that holds the key, if any")
+    concurrency: int = Field(default=32, ge=1, le=4096, description="dialogues in flight")
+    timeout: float = Field(default=600.0, gt=0, description="seconds for one answer")
+    retries: int = Field(default=8, ge=0, description="for one answer, with exponentially growing pauses")
+    backoff: float = Field(default=0.5, ge=0, description="seconds before the first retry")
+    max_backoff: float = Field(default=60.0, gt=0)
+    extra_body: dict[str, Any] = Field(default_factory=dict, description="other request fields of this server")
+
+
+class RegenerateConfig(SpecConfig):
+    """Prompts in, answers of the target out."""
+
+    prompts: tuple[SourceConfig, ...] = Field(description="sources; answers in them are replaced")
+    output: str = Field(description="the .jsonl file that rows are appended to")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    server: ServerConfig | None = Field(default=None, description="null = in this process")
+    turns: Literal["all", "last"] = Field(
+        default="all", description="rewrite every answer in turn, or keep the history and rewrite the last one"
+    )
+    samples_per_prompt: int = Field(default=1, ge=1)
+    thinking_share: float | None = Field(
+        default=None, ge=0, le=1, description="share of rows with enable_thinking on, the others off; null = not set"
+    )
+    exclude_prompts: tuple[str, ...] = Field(default=(), description="prompt files (benchmarks) to leave out")
+    max_samples: int | None = Field(default=None, ge=1, description="prompts to answer, chosen after the shuffle")
+    max_failed_share: float = Field(default=0.05, ge=0, le=1, description="the run stops when more prompts fail")
+    batch_size: int = Field(default=8, ge=1, description="dialogues of a batch in this process")
+    memory_mb: int = Field(default=512, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_paths(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            data = dict(data)
+            if data.get("prompts") is not None:
+                value = data["prompts"]
+                items = [value] if isinstance(value, str | dict | SourceConfig) else value
+                data["prompts"] = tuple({"path": item} if isinstance(item, str) else item for item in items)
+            if isinstance(data.get("exclude_prompts"), str):
+                data["exclude_prompts"] = (data["exclude_prompts"],)
+        return data

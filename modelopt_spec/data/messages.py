@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["Conversation", "RowError", "first_prompt", "join_thinking", "parse_row", "split_thinking"]
+__all__ = [
+    "Conversation",
+    "RowError",
+    "first_prompt",
+    "join_thinking",
+    "parse_row",
+    "split_thinking",
+]
 
 _ROLES = {
     "system": "system",
@@ -57,6 +64,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Template variables of this row (e.g. enable_thinking); they win over the configuration's."""
+    unfinished: bool = False
+    """The last answer was cut by a length limit (finish_reason "length"): the model never ended that turn."""
 
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when everything that is rendered is equal."""
@@ -68,8 +77,9 @@ class Conversation:
                 plain += (message["role"], message["content"])
             else:
                 plain.append(json.dumps(message, sort_keys=True, ensure_ascii=False))
-        if self.tools or self.template_kwargs:
-            plain.append(json.dumps([self.tools, self.template_kwargs], sort_keys=True, ensure_ascii=False))
+        if self.tools or self.template_kwargs or self.unfinished:
+            rest = [self.tools, self.template_kwargs, self.unfinished]
+            plain.append(json.dumps(rest, sort_keys=True, ensure_ascii=False))
         lengths = ",".join(str(len(part)) for part in plain)
         joined = lengths + "\x00" + "\x00".join(plain)
         return blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16, person=b"chat").digest()
@@ -104,8 +114,13 @@ def join_thinking(reasoning: str, content: str) -> str:
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{content.lstrip()}"
 
 
-def parse_row(row: Mapping[str, Any]) -> Conversation:
+def parse_row(row: Mapping[str, Any], answers: bool = True) -> Conversation:
     """Bring a raw row into one shape.
+
+    Args:
+        row: a mapping with messages, conversations, prompt, text or turns.
+        answers: rows need an assistant message; without, rows that are only prompts are fine (several user messages in
+            a row are turns of a dialogue that is still to be had).
 
     Raises:
         RowError: with one of the reasons not_an_object, unknown_shape, prompts_only, empty, role, role_order,
@@ -113,36 +128,45 @@ def parse_row(row: Mapping[str, Any]) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise RowError("not_an_object", f"a row is an object, not {type(row).__name__}")
-    raw = row.get("messages")
+    raw = _raw_messages(row, answers)
     if raw is None:
-        raw = row.get("conversations")
-    if raw is None:
-        raw = row.get("conversation")
-    if raw is None and row.get("prompt") is not None:
-        raw = _prompt_and_response(row)
-    if raw is None:
-        if row.get("text") is not None:
-            if not isinstance(row["text"], str) or not row["text"].strip():
-                raise RowError("empty", "text is empty")
-            return Conversation(text=row["text"])
-        if row.get("turns") is not None:
-            raise RowError("prompts_only", "a row of `turns` has prompts but no answers: use it for evaluation")
-        raise RowError("unknown_shape", f"no messages, conversations, prompt or text among {sorted(map(str, row))}")
+        if row.get("text") is None:
+            raise RowError("unknown_shape", f"no messages, conversations, prompt or text among {sorted(map(str, row))}")
+        if not isinstance(row["text"], str) or not row["text"].strip():
+            raise RowError("empty", "text is empty")
+        return Conversation(text=row["text"])
     if isinstance(raw, str) or not isinstance(raw, Sequence) or not raw:
         raise RowError("empty" if not raw else "unknown_shape", "messages must be a list with at least one message")
     messages = [_message(item) for item in raw]
     if isinstance(row.get("system"), str) and row["system"].strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
-    _check_order(messages)
-    return Conversation(messages, tools=_tools(row.get("tools")), template_kwargs=_template_kwargs(row))
+    _check_order(messages, answers)
+    unfinished = row.get("finish_reason") == "length" and messages[-1]["role"] == "assistant"
+    return Conversation(messages, None, _tools(row.get("tools")), _template_kwargs(row), unfinished)
 
 
-def _prompt_and_response(row: Mapping[str, Any]) -> list[Any]:
+def _raw_messages(row: Mapping[str, Any], answers: bool) -> Any:
+    for key in ("messages", "conversations", "conversation"):
+        if row.get(key) is not None:
+            return row[key]
+    if row.get("prompt") is not None:
+        return _prompt_and_response(row, answers)
+    if row.get("turns") is not None:
+        if answers:
+            raise RowError("prompts_only", "a row of `turns` has prompts but no answers: use it for evaluation")
+        turns = row["turns"]
+        return [{"role": "user", "content": turn} for turn in turns] if isinstance(turns, list) else turns
+    return None
+
+
+def _prompt_and_response(row: Mapping[str, Any], answers: bool) -> list[Any]:
     answer = next((row[k] for k in ("response", "completion", "answer") if row.get(k) is not None), None)
-    if answer is None:
+    if answer is None and answers:
         raise RowError("prompts_only", "prompt without response or completion")
     prompt = row["prompt"]
     start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if answer is None:
+        return start
     end = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
     return start + end
 
@@ -251,7 +275,7 @@ def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_order(messages: list[dict[str, Any]]) -> None:
+def _check_order(messages: list[dict[str, Any]], answers: bool = True) -> None:
     """System messages first, then a user; a tool result follows a call or another result."""
     previous = None
     for message in messages:
@@ -262,8 +286,8 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             raise RowError("role_order", f"the first turn is {role}, not user")
         if role == "tool" and previous not in ("assistant", "tool"):
             raise RowError("role_order", f"a tool result after a {previous} message")
-        if role == previous and role in ("user", "assistant"):
+        if role == previous and role in ("user", "assistant") and answers:
             raise RowError("role_order", f"two {role} messages in a row")
         previous = role
-    if not any(message["role"] == "assistant" for message in messages):
+    if answers and not any(message["role"] == "assistant" for message in messages):
         raise RowError("no_assistant", "no assistant message to learn from")

@@ -147,6 +147,7 @@ def _write(file: BinaryIO, row: KeyedRow) -> None:
         conversation.text,
         conversation.tools,
         conversation.template_kwargs,
+        conversation.unfinished,
     ]
     body = json.dumps(values, ensure_ascii=True).encode()
     file.write(_HEAD.pack(len(row.key), len(body)) + row.key + row.digest + body)
@@ -157,5 +158,5 @@ def _read(path: Path) -> Iterator[KeyedRow]:
         while head := file.read(_HEAD.size):
             key_size, body_size = _HEAD.unpack(head)
             key, digest = file.read(key_size), file.read(16)
-            source, index, loops, messages, text, tools, kwargs = json.loads(file.read(body_size))
-            yield KeyedRow(key, digest, source, index, Conversation(messages, text, tools, kwargs), loops)
+            source, index, loops, *fields = json.loads(file.read(body_size))
+            yield KeyedRow(key, digest, source, index, Conversation(*fields), loops)

@@ -176,6 +176,8 @@ class ChatTemplate:
         self._check_content(conversation.messages[: taught[-1] + 1], last)
         rows: list[RenderedRow] = []
         head, spans = last, list(last.spans)
+        if conversation.unfinished and taught[-1] == len(conversation.messages) - 1:
+            spans[-1] = self._without_turn_end(last.text, spans[-1])
         for index in reversed(taught[:-1]):
             turn = self._turn(conversation, index)
             if head.text.startswith(turn.text[: turn.end]):
@@ -272,6 +274,13 @@ class ChatTemplate:
                 return start, start + len(inner)
         special = self._special.match(text, end) if self.turn_end else None
         return (start, special.end()) if special else (start, end)
+
+    def _without_turn_end(self, text: str, span: Span) -> Span:
+        """The span of an answer that was cut off: the template ends its turn, the model did not."""
+        start, end = span
+        if self.turn_end and text.endswith(self.turn_end, start, end):
+            return start, end - len(self.turn_end)
+        return span
 
     # ---- what must not get lost --------------------------------------------------------------------------------------
 

@@ -81,6 +81,18 @@ def test_a_stock_template_gives_no_mask_by_itself() -> None:
     assert any(render_row(TWO_TURNS, tokenizer)[0].loss_mask)
 
 
+@pytest.mark.parametrize("style", ["chatml", "chatml_tags_without_end", "llama3", "llama2"])
+def test_the_end_of_a_turn_that_the_model_did_not_end_is_not_supervised(style: str) -> None:
+    template, eos, expected = STYLES[style]
+    tokenizer = tiny.make_tokenizer(template, eos=eos)
+    (full,) = render_row(TWO_TURNS, tokenizer)
+    (cut,) = render_row({**TWO_TURNS, "finish_reason": "length"}, tokenizer)
+    assert cut.input_ids == full.input_ids
+    found = [text.strip() for text in tiny.supervised_text(tokenizer, cut)]
+    assert found == [expected[0].strip(), "Paris, the capital of France."]
+    assert render_row({**TWO_TURNS, "finish_reason": "stop"}, tokenizer) == [full]
+
+
 def test_a_trailing_user_turn_is_cut_off() -> None:
     tokenizer = tiny.make_tokenizer()
     longer = {"messages": [*TWO_TURNS["messages"], {"role": "user", "content": "Thanks!"}]}
