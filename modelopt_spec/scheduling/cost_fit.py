@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from modelopt_spec.errors import DataError
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
 
-__all__ = ["Cell", "FitQuality", "fit_additive", "fit_one_axis", "fit_profile", "isotonic", "read_cells"]
+__all__ = [
+    "Cell",
+    "FitQuality",
+    "check_connected",
+    "fit_additive",
+    "fit_one_axis",
+    "fit_profile",
+    "isotonic",
+    "read_cells",
+]
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -105,7 +114,7 @@ def fit_additive(cells: Sequence[Cell], *, max_sweeps: int = 5000) -> tuple[Addi
         raise DataError("cells of several context lengths: fit each context by itself (fit_profile)")
     requests, r = np.unique([cell.requests for cell in cells], return_inverse=True)
     tokens, m = np.unique([cell.tokens for cell in cells], return_inverse=True)
-    _check_connected(requests, tokens, r, m)
+    check_connected([(cell.requests, cell.tokens) for cell in cells])
     seconds = np.array([cell.seconds for cell in cells])
     weight = 1.0 / seconds**2
     mass_r = np.bincount(r, weights=weight).astype(np.float64)
@@ -155,8 +164,10 @@ def _check_cells(cells: Sequence[Cell]) -> None:
             )
 
 
-def _check_connected(requests: NDArray[Any], tokens: NDArray[Any], r: NDArray[Any], m: NDArray[Any]) -> None:
-    """Every request count must be linked to every other through shared token counts."""
+def check_connected(cells: Sequence[tuple[int, int]]) -> None:
+    """Every request count must be linked to every other through shared token counts: (requests, tokens) pairs."""
+    requests, r = np.unique([pair[0] for pair in cells], return_inverse=True)
+    tokens, m = np.unique([pair[1] for pair in cells], return_inverse=True)
     reached = {int(r[0])}
     while True:
         linked_tokens = np.isin(m, m[np.isin(r, list(reached))])
@@ -168,7 +179,7 @@ def _check_connected(requests: NDArray[Any], tokens: NDArray[Any], r: NDArray[An
         apart = [int(requests[i]) for i in range(len(requests)) if i not in reached]
         raise DataError(
             f"request counts {apart} share no token count with the others (tokens {tokens.tolist()}): alpha and theta "
-            "cannot be told apart. Measure the same batch tokens at several request counts"
+            "cannot be told apart. Add request counts in between, so that batch tokens recur"
         )
 
 

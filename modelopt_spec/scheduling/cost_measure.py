@@ -21,9 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelopt_spec.errors import ConfigError
-from modelopt_spec.scheduling.cost_fit import Cell
+from modelopt_spec.scheduling.cost_fit import Cell, check_connected
 
-__all__ = ["MEASUREMENTS_KIND", "CostMeasurements", "deal_tokens", "default_token_grid", "measure_cost"]
+__all__ = [
+    "MEASUREMENTS_KIND",
+    "CostMeasurements",
+    "deal_tokens",
+    "default_request_counts",
+    "default_token_grid",
+    "measure_cost",
+]
 
 MEASUREMENTS_KIND = "mtsp.cost_measurements"
 
@@ -67,6 +74,11 @@ def deal_tokens(requests: int, tokens: int, gamma: int) -> NDArray[np.int64]:
     return base + (np.arange(requests) < extra).astype(np.int64)
 
 
+def default_request_counts(most: int) -> list[int]:
+    """Batch sizes 1, 2, 4, ... up to ``most``, which is included: neighbours share token counts for any gamma."""
+    return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
+
+
 def default_token_grid(requests: Sequence[int], gamma: int) -> list[int]:
     """Batch tokens of every request count at every uniform verification length: shared by neighbouring counts."""
     return sorted({count * (length + 1) for count in requests for length in range(gamma + 1)})
@@ -83,6 +95,7 @@ def measure_cost(
     repeats: int = 7,
     warmup: int = 2,
     refine_cliffs: int = 0,
+    two_axes: bool = True,
     clock: Callable[[], float] = time.perf_counter,
     seed: int = 0,
 ) -> CostMeasurements:
@@ -100,6 +113,7 @@ def measure_cost(
         warmup: untimed visits of each cell.
         refine_cliffs: extra token counts a context length, placed one by one into the steepest gap between neighbours
             (so that a staircase's cliffs are pinned down).
+        two_axes: refuse, before any time is spent, cells that a two-axis table cannot be fitted to.
         clock: seconds; process time suits a shared machine.
         seed: of the visiting order.
     """
@@ -118,6 +132,8 @@ def measure_cost(
     ]
     if not wanted:
         raise ConfigError(f"tokens {grid}: none is between R and R * {gamma + 1} for the requests {counts}")
+    if two_axes:
+        check_connected([(count, m) for count, m, _ in wanted])
     timer = _Timer(step_fn, draft_fn, repeats, warmup, clock, np.random.default_rng(seed))
     measured = timer.run(wanted)
     for context in contexts:

@@ -41,7 +41,7 @@ def round_table(**options: Any) -> RoundTable:
     return rounds_from_records(*round_records(**options))
 
 
-def memory_bound_cost(knee: int = 32, last: int = 1024) -> AdditiveCostTable:
+def memory_bound_cost(knee: int = 32, last: int = 2048) -> AdditiveCostTable:
     """Tokens cost nothing up to a knee, then 0.05 ms each; drafting costs 2 ms."""
     tokens = (1, knee, last)
     return AdditiveCostTable(

@@ -85,7 +85,7 @@ def test_bad_temperatures_are_refused(bad):
 
 
 def test_wrong_number_of_temperatures_is_refused():
-    with pytest.raises(ConfigError, match="3 entries.*2 slots"):
+    with pytest.raises(ConfigError, match=r"3 entries.*2 slots"):
         check_temperatures([1.0, 1.0, 1.0], 2)
 
 
@@ -100,11 +100,13 @@ def test_bad_rounds_are_refused():
 
 def test_too_few_rounds_are_refused_with_the_number_needed(table):
     z, prefix = table.confidence_logits[:100], table.accept_prefix()[:100]
-    with pytest.raises(DataError, match="100 rounds are too few.*About ([0-9]+) rounds") as caught:
+    with pytest.raises(DataError, match=r"100 rounds are too few.*About ([0-9]+) rounds") as caught:
         check_enough_rounds(z, prefix, CalibrationOptions())
     needed = int(str(caught.value).split("About ")[1].split()[0])
     assert needed > 100
-    check_enough_rounds(np.tile(z, (needed // 100 + 1, 1)), np.tile(prefix, (needed // 100 + 1, 1)), CalibrationOptions())
+    check_enough_rounds(
+        np.tile(z, (needed // 100 + 1, 1)), np.tile(prefix, (needed // 100 + 1, 1)), CalibrationOptions()
+    )
 
 
 def test_a_slot_that_was_never_accepted_is_refused():

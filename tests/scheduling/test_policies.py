@@ -119,7 +119,10 @@ def test_a_request_without_confidence_counts_as_certain_or_as_the_prior():
     no_head = PrefixScheduler(COST, GAMMA)
     flat = np.ones((2, GAMMA))
     flat[1, 2] = 0.0
-    assert no_head.lengths(None, capacity=[3, 2]).tolist() == allocate(flat, global_budget(flat, COST).draft_tokens).tolist()
+    assert (
+        no_head.lengths(None, capacity=[3, 2]).tolist()
+        == allocate(flat, global_budget(flat, COST).draft_tokens).tolist()
+    )
 
 
 def test_survival_floor_and_batch_limit():

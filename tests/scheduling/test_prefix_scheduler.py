@@ -138,9 +138,7 @@ def test_renaming_requests_moves_lengths_along_but_for_ties(a, budget, random):
 def test_uniform_length_is_the_best_single_length(a, cost):
     length, budget = uniform_budget(a, cost)
     requests, slots = a.shape
-    scores = [
-        (requests + a[:, :n].sum()) * sps_of(cost)(requests * (1 + n)) for n in range(slots + 1)
-    ]
+    scores = [(requests + a[:, :n].sum()) * sps_of(cost)(requests * (1 + n)) for n in range(slots + 1)]
     assert scores[length] == pytest.approx(max(scores), rel=1e-12)
     assert budget.batch_tokens == requests * (1 + length)
 
