@@ -2,7 +2,7 @@
 
 from modelopt_spec.data.chat import ChatRenderer, TokenRow, render_prompt, render_row
 from modelopt_spec.data.collate import collate_rows
-from modelopt_spec.data.config import DataConfig, SourceConfig
+from modelopt_spec.data.config import DataConfig, RegenerateConfig, SamplingConfig, ServerConfig, SourceConfig
 from modelopt_spec.data.dataset import (
     TokenData,
     load_datasets,
@@ -12,7 +12,9 @@ from modelopt_spec.data.dataset import (
     template_fingerprint,
     tokenizer_fingerprint,
 )
+from modelopt_spec.data.inspection import inspect_rows, marked_row
 from modelopt_spec.data.looping import looping
+from modelopt_spec.data.regenerate import RegenerateReport, regenerate
 from modelopt_spec.data.report import DataReport
 from modelopt_spec.data.sources import read_prompts
 
@@ -20,16 +22,23 @@ __all__ = [
     "ChatRenderer",
     "DataConfig",
     "DataReport",
+    "RegenerateConfig",
+    "RegenerateReport",
+    "SamplingConfig",
+    "ServerConfig",
     "SourceConfig",
     "TokenData",
     "TokenRow",
     "collate_rows",
+    "inspect_rows",
     "load_datasets",
     "load_rows",
     "looping",
+    "marked_row",
     "open_prepared",
     "prepare",
     "read_prompts",
+    "regenerate",
     "render_prompt",
     "render_row",
     "template_fingerprint",
