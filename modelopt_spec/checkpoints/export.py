@@ -131,7 +131,7 @@ def export(
     _check_mask(draft)
     plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=shape)
     with atomic_directory(out, overwrite) as directory:
-        files = write_draft(draft, plan, directory, max_shard_bytes=max_shard_bytes)
+        files = write_draft(draft, plan, directory, target=str(target.get("name", "")), max_shard_bytes=max_shard_bytes)
         comparisons = prove(draft, directory)
         notes = list(plan.notes)
         if scheduler is not None:
@@ -167,11 +167,13 @@ def export(
     return report
 
 
-def write_draft(draft: Draft, plan: ExportPlan, directory: Path, *, max_shard_bytes: int | None = None) -> list[str]:
+def write_draft(
+    draft: Draft, plan: ExportPlan, directory: Path, *, target: str = "", max_shard_bytes: int | None = None
+) -> list[str]:
     """Write ``config.json`` and the weights of a draft in a plan's layout; returns the file names."""
     limits = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     dtype = str(draft.dtype).removeprefix("torch.")
-    config = {**plan.layout.write_config(draft.config), "dtype": dtype, "torch_dtype": dtype}
+    config = {**plan.layout.write_config(draft.config, target=target), "dtype": dtype, "torch_dtype": dtype}
     files = write_tensors(plan.layout.write_tensors(draft), directory, **limits)
     write_json(directory / "config.json", config)
     return ["config.json", *files]

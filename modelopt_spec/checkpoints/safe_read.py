@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = [
     "pickles",
     "read_header",
     "read_json",
+    "read_plain_state",
     "read_tensors",
     "tensor_entries",
     "torch_dtype",
@@ -171,6 +173,25 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[TensorEntry, tuple[
             f"{path}: tensor {name!r} of shape {list(shape)} and type {dtype} does not fit its {stop - start} bytes"
         )
     return TensorEntry(name, dtype, shape, path), (start, stop)
+
+
+def read_plain_state(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A small torch file that holds plain containers and tensors only; anything else in it is refused, not executed.
+
+    Raises:
+        CheckpointError: no such file, larger than ``limit`` bytes, or with objects that would have to be executed.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    if path.stat().st_size > limit:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than the {limit} that its kind may have")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise CheckpointError(f"{path} is refused: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds {type(state).__name__}, not a dict")
+    return state
 
 
 def pickles(directory: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ def converted(case: str = "vanilla", *, seed: int = 0, target: str = "llama", **
     convert(model, (mode, {"mask_token_id": 96, "block_size": 5, **config, **changes}), quiet=True)
     randomise(model.drafter, seed)
     return model
+
+
+@functools.cache
+def cached_draft(case: str = "vanilla") -> Draft:
+    """The drafter of a case as data; made once, not to be changed."""
+    return draft_of(converted(case))
 
 
 def draft_of(model: nn.Module) -> Draft:

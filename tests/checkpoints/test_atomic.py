@@ -23,10 +23,16 @@ def test_appears_when_the_block_ends(tmp_path):
     assert names(tmp_path / "a") == ["out"]
 
 
-def test_error_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "out") as work:
-        (work / "file").write_text("x")
+def write_and_fail(out: Path, *, overwrite: bool = False, during=lambda: None) -> None:
+    with atomic_directory(out, overwrite=overwrite) as work:
+        (work / "new").write_text("new")
+        during()
         raise RuntimeError
+
+
+def test_error_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError):
+        write_and_fail(tmp_path / "out")
     assert names(tmp_path) == []
 
 
@@ -59,11 +65,10 @@ def test_overwrite_keeps_the_old_one_until_the_new_is_complete(tmp_path, monkeyp
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
-    with pytest.raises(RuntimeError), atomic_directory(out, overwrite=True) as work:
-        (work / "new").write_text("new")
-        assert names(out) == ["old"]
-        raise RuntimeError
-    assert names(out) == ["old"]
+    seen = []
+    with pytest.raises(RuntimeError):
+        write_and_fail(out, overwrite=True, during=lambda: seen.extend(names(out)))
+    assert seen == names(out) == ["old"]
     with atomic_directory(out, overwrite=True) as work:
         (work / "new").write_text("new")
     assert names(out) == ["new"]

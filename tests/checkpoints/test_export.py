@@ -24,9 +24,8 @@ def test_export_and_load_are_inverse(tmp_path, case):
     report = export(model, tmp_path / "a", quiet=True)
     assert report.worst_difference < 1e-5
     assert all(c.same_tokens for c in report.comparisons)
-    assert report.files == tuple(json.loads((tmp_path / "a" / "drafter_card.json").read_text())["files"]) + (
-        "drafter_card.json",
-    )
+    card = json.loads((tmp_path / "a" / "drafter_card.json").read_text())
+    assert report.files == (*card["files"], "drafter_card.json")
     other = load_drafter(tmp_path / "a", tiny("llama"), quiet=True)
     assert other.drafter.config == model.drafter.config
     ours, theirs = model.drafter.state_dict(), other.drafter.state_dict()
@@ -121,7 +120,7 @@ def test_no_drafter_and_no_mask(tmp_path):
 
 
 def test_engines_refuse_before_anything_is_written(tmp_path):
-    with pytest.raises(UnsupportedError, match="'gated' head.*[Dd]istill"):
+    with pytest.raises(UnsupportedError, match=r"'gated' head.*[Dd]istill"):
         export(converted("gated"), tmp_path / "out", engines=["vllm"], quiet=True)
     with pytest.raises(UnsupportedError, match="Did you mean 'vllm'"):
         export(converted(), tmp_path / "out", engines=["vlm"], quiet=True)

@@ -198,7 +198,7 @@ def test_pickle_is_never_read(tmp_path):
 def test_renamed_pickle(tmp_path, zipped):
     path = tmp_path / "model.safetensors"
     torch.save({"a": torch.zeros(1)}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match="not a safetensors file|header claims"):
+    with pytest.raises(CheckpointError, match=r"not a safetensors file|header claims"):
         tensor_entries(tmp_path)
     path.write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
     with pytest.raises(CheckpointError):
@@ -207,7 +207,7 @@ def test_renamed_pickle(tmp_path, zipped):
 
 
 def test_missing(tmp_path):
-    with pytest.raises(CheckpointError, match="no model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no model.safetensors"):
         tensor_entries(tmp_path)
     with pytest.raises(CheckpointError, match="not a directory"):
         tensor_entries(tmp_path / "nothing")

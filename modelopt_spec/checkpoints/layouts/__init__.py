@@ -8,6 +8,11 @@ from typing import Any
 from modelopt_spec.checkpoints.layouts.base import Draft, Layout, expected_shapes
 from modelopt_spec.checkpoints.layouts.deepspec import DeepSpecLayout
 from modelopt_spec.checkpoints.layouts.domino import DominoLayout
+from modelopt_spec.checkpoints.layouts.modelopt import ModelOptLayout
+from modelopt_spec.checkpoints.layouts.modelopt_training import ModelOptTrainingLayout
+from modelopt_spec.checkpoints.layouts.nemotron import NemotronLayout
+from modelopt_spec.checkpoints.layouts.specforge import SpecForgeDominoLayout, SpecForgeDSparkLayout
+from modelopt_spec.checkpoints.layouts.speculators import SpeculatorsLayout
 from modelopt_spec.checkpoints.layouts.zlab import ZLabLayout
 from modelopt_spec.checkpoints.safe_read import TensorEntry
 from modelopt_spec.config import DrafterConfig
@@ -16,7 +21,20 @@ from modelopt_spec.errors import CheckpointError, UnsupportedError, nearest
 
 __all__ = ["LAYOUTS", "Draft", "Layout", "default_layout", "expected_shapes", "get_layout", "recognise"]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (DeepSpecLayout(), ZLabLayout(), DominoLayout())}
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        ModelOptTrainingLayout(),
+        SpeculatorsLayout(),
+        SpecForgeDSparkLayout(),
+        SpecForgeDominoLayout(),
+        NemotronLayout(),
+        DeepSpecLayout(),
+        DominoLayout(),
+        ModelOptLayout(),
+        ZLabLayout(),
+    )
+}
 """All layouts by name; the first that recognises a directory wins."""
 
 

@@ -19,7 +19,10 @@ from modelopt_spec.checkpoints.safe_read import TensorEntry
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError, UnsupportedError, nearest
 
-__all__ = ["Draft", "Layout", "expected_shapes", "shared_tensors"]
+__all__ = ["SHARED", "Draft", "Layout", "expected_shapes"]
+
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+"""The target's modules, which a draft may carry a copy of."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,6 @@ class Layout(ABC):
     """As on the command line."""
     title: ClassVar[str]
     """For tables."""
-    optional: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
-    """Tensors (in the file's names) that are copies of the target's and may be absent or present."""
 
     @abstractmethod
     def recognises(self, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> bool:
@@ -56,8 +57,8 @@ class Layout(ABC):
         """Our config from the file's keys (and tensor shapes, where a key is missing)."""
 
     @abstractmethod
-    def write_config(self, config: DrafterConfig) -> dict[str, Any]:
-        """The keys of ``config.json``, without ``dtype``."""
+    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+        """The keys of ``config.json`` without ``dtype``; ``target`` is the target's name, which some formats record."""
 
     def refuses(self, config: DrafterConfig) -> str | None:
         """Why a drafter cannot be written in this layout, with the nearest thing that can; None if it can."""
@@ -70,6 +71,10 @@ class Layout(ABC):
     def our_name(self, name: str) -> str:
         """Our name of one of the file's tensors."""
         return name
+
+    def known_extra(self, name: str) -> str | None:
+        """Why a tensor of the file that the drafter has no place for may stand there; None if it may not."""
+        return "the target's own module is used" if name in SHARED else None
 
     def after_read(self, draft: Draft) -> Draft:
         """Values that mean something else in the file than here (offsets, for example); names are done already."""
@@ -114,8 +119,8 @@ class Layout(ABC):
                     )
                 pairs[ours] = name
                 account.append(Entry(name, "used" if ours == name else "renamed", ours, list(entry.shape)))
-            elif name in self.optional:
-                account.append(Entry(name, "ignored", "the target's own module is used", list(entry.shape)))
+            elif (reason := self.known_extra(name)) is not None:
+                account.append(Entry(name, "ignored", reason, list(entry.shape)))
             else:
                 unknown.append(name)
                 account.append(Entry(name, "ignored", "not a tensor of this drafter", list(entry.shape)))
@@ -146,10 +151,3 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         drafter = build_drafter(config)
     return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-
-
-def shared_tensors(config: DrafterConfig) -> tuple[str, ...]:
-    """Names of the target's tensors that a drafter of this config does not carry itself."""
-    return (
-        ("embed_tokens.weight",) if config.draft_vocab_size is not None else ("embed_tokens.weight", "lm_head.weight")
-    )

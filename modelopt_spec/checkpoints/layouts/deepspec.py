@@ -46,7 +46,7 @@ class DeepSpecLayout(Layout):
             return f"has no {config.head.type!r} head; {other}"
         return None
 
-    def write_config(self, config: DrafterConfig) -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
         """Every key that a reader may look up, none left to a default."""
         anchor_first = config.layout == BlockLayout.ANCHOR_FIRST
         rank = 0 if config.head.type == "none" else config.head.rank

@@ -45,7 +45,7 @@ class DominoLayout(Layout):
             return "has no confidence head; train without one"
         return None
 
-    def write_config(self, config: DrafterConfig) -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
         """Head keys nested; ``emb_dim`` also at the top level, where it must agree."""
         keys = {
             "architectures": [self.architecture],

@@ -63,7 +63,7 @@ class ZLabLayout(Layout):
             return "has no confidence head; use layout 'deepspec', or train without one"
         return None
 
-    def write_config(self, config: DrafterConfig) -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
         """Backbone at the top level, draft keys nested."""
         keys = {
             "architectures": ["DFlashDraftModel"],
