@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from modelopt_spec.config import SpecConfig
 from modelopt_spec.errors import ConfigError
 
-__all__ = ["DataConfig", "RegenerateConfig", "SamplingConfig", "ServerConfig", "SourceConfig"]
+__all__ = ["CacheConfig", "DataConfig", "RegenerateConfig", "SamplingConfig", "ServerConfig", "SourceConfig"]
 
 
 class SourceConfig(SpecConfig):
@@ -190,3 +190,21 @@ class RegenerateConfig(SpecConfig):
             if isinstance(data.get("exclude_prompts"), str):
                 data["exclude_prompts"] = (data["exclude_prompts"],)
         return data
+
+
+class CacheConfig(SpecConfig):
+    """How target features are kept on disk."""
+
+    dtype: Literal["auto", "float32", "bf16", "fp8"] = Field(
+        default="auto",
+        description="auto: the target's own; fp8: taps as float8_e4m3 with one scale for each position and tap, the "
+        "last hidden states in bf16",
+    )
+    positions: Literal["needed", "all"] = Field(
+        default="needed",
+        description="needed: taps up to the last supervised token and last hidden states before supervised tokens; the "
+        "rest reads as zeros, which no block looks at",
+    )
+    shard_mb: int = Field(default=1024, ge=1, description="size of a shard; two are in memory while writing")
+    batch_tokens: int = Field(default=16384, ge=1, description="padded tokens of a batch that the target runs on")
+    max_gb: float | None = Field(default=None, gt=0, description="refuse to write more than this")
