@@ -232,7 +232,7 @@ def _order(
     """Read every row of the sources into an order, rejecting the unusable ones."""
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-    order = RowOrder(config.memory_mb << 20, directory)
+    order = RowOrder(config.memory_mb << 20, directory, in_order=not config.shuffle)
     position = struct.Struct(">IQ")
     try:
         for number, source in enumerate(sources):

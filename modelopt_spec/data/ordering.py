@@ -23,6 +23,8 @@ __all__ = ["KeyedRow", "RowOrder", "hash_share", "row_key"]
 
 _HEAD = struct.Struct(">II")
 _BUCKETS = 256
+ROW_OVERHEAD = 1200
+"""Bytes of the Python objects around the text of a row."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class KeyedRow:
     looping: bool
 
     def size(self) -> int:
-        """Characters that the row holds, roughly its bytes in memory."""
+        """Roughly the bytes that the row takes in memory."""
         conversation = self.conversation
         if conversation.text is not None:
-            return len(conversation.text)
-        return sum(len(message["content"]) for message in conversation.messages) + 200
+            return len(conversation.text) + ROW_OVERHEAD
+        return sum(len(message["content"]) for message in conversation.messages) + ROW_OVERHEAD
 
 
 def row_key(digest: bytes, seed: int) -> bytes:
@@ -58,15 +60,17 @@ def hash_share(text: str, seed: int) -> float:
 
 
 class RowOrder:
-    """Collects rows, then gives them back sorted by key; more than ``memory`` characters go over disk.
+    """Collects rows, then gives them back sorted by key; more than ``memory`` bytes go over disk.
 
     Args:
-        memory: characters of rows held at once.
+        memory: bytes of rows held at once.
         directory: where bucket files are made (and removed again).
+        in_order: rows are added in the order of their keys already; they are given back as they came.
     """
 
-    def __init__(self, memory: int, directory: str | Path | None = None) -> None:
+    def __init__(self, memory: int, directory: str | Path | None = None, in_order: bool = False) -> None:
         self.memory = memory
+        self.in_order = in_order
         self._directory = directory
         self._rows: list[KeyedRow] = []
         self._size = 0
@@ -86,19 +90,20 @@ class RowOrder:
             if self._size > self.memory:
                 self._start_spilling()
         else:
-            _write(self._files[row.key[0]], row)
+            self._spill_row(row)
 
     def __iter__(self) -> Iterator[KeyedRow]:
         """Rows in key order; rows of equal key in order of source position."""
         if self._spill is None:
-            self._rows.sort(key=_sort_key)
+            if not self.in_order:
+                self._rows.sort(key=_sort_key)
             yield from self._rows
             return
         for file in self._files:
             file.close()
-        for bucket in range(_BUCKETS):
-            path = self._spill / f"{bucket:03d}"
-            yield from _sorted_file(path, 1, self.memory)
+        for file in self._files:
+            path = Path(file.name)
+            yield from _read(path) if self.in_order else _sorted_file(path, 1, self.memory)
 
     def close(self) -> None:
         """Remove the bucket files."""
@@ -111,10 +116,14 @@ class RowOrder:
 
     def _start_spilling(self) -> None:
         self._spill = Path(tempfile.mkdtemp(prefix=".mtsp-order-", dir=self._directory))
-        self._files = [open(self._spill / f"{bucket:03d}", "wb", buffering=1 << 15) for bucket in range(_BUCKETS)]  # noqa: SIM115
+        count = 1 if self.in_order else _BUCKETS
+        self._files = [open(self._spill / f"{bucket:03d}", "wb", buffering=1 << 15) for bucket in range(count)]  # noqa: SIM115
         for row in self._rows:
-            _write(self._files[row.key[0]], row)
+            self._spill_row(row)
         self._rows.clear()
+
+    def _spill_row(self, row: KeyedRow) -> None:
+        _write(self._files[0 if self.in_order else row.key[0]], row)
 
 
 def _sort_key(row: KeyedRow) -> tuple[bytes, str, int]:

@@ -21,7 +21,7 @@ from modelopt_spec.data import (
     render_row,
 )
 from modelopt_spec.data.messages import first_prompt, parse_row
-from modelopt_spec.data.ordering import RowOrder
+from modelopt_spec.data.ordering import KeyedRow, RowOrder, row_key
 from modelopt_spec.data.packing import pack_samples
 from modelopt_spec.data.store import Sample
 from modelopt_spec.errors import ConfigError, DataError
@@ -143,18 +143,22 @@ def test_spilled_order_equals_the_order_in_memory(tokenizer, tmp_path) -> None:
     spilled = load_datasets(source_config, tokenizer, quiet=True)
     assert spilled.train_report == in_memory.train_report
 
-    small, large = RowOrder(2000, tmp_path), RowOrder(10**9)
-    from modelopt_spec.data.ordering import KeyedRow, row_key
-
+    small, large = RowOrder(20_000, tmp_path), RowOrder(10**9)
+    plain_small, plain_large = RowOrder(20_000, tmp_path, in_order=True), RowOrder(10**9, in_order=True)
     for index, row in enumerate(rows):
         conversation = parse_row(row)
         digest = conversation.digest()
         for order in (small, large):
             order.add(KeyedRow(row_key(digest, 0), digest, "s", index, conversation, row["looping"]))
+        for order in (plain_small, plain_large):
+            order.add(KeyedRow(b"", digest, "s", index, conversation, row["looping"]))
     assert small.spilled
     assert not large.spilled
     assert list(small) == list(large)
     small.close()
+    assert plain_small.spilled
+    assert [row.index for row in plain_small] == list(range(300))
+    plain_small.close()
     assert not list(tmp_path.glob(".mtsp-order-*"))
 
 
@@ -267,6 +271,33 @@ def test_sources_of_every_form_give_the_same_rows(tokenizer, tmp_path, form: str
         path = place if form == "directory" else place / "*.jsonl"
     dataset, _ = load_rows(str(path), tokenizer)
     assert texts(tokenizer, dataset) == texts(tokenizer, expected)
+
+
+def test_named_sets_are_streamed(tokenizer, tmp_path, monkeypatch) -> None:
+    import datasets
+
+    rows = rows_of(12)
+    asked = []
+
+    def load_dataset(path, name, split, streaming):
+        asked.append((path, name, split, streaming))
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = DataConfig(train={"path": "org/chats", "name": "small"}, cache_dir=str(tmp_path / "cache"))
+    expected, _ = load_rows(write(tmp_path / "plain.jsonl", rows), tokenizer)
+    data = load_datasets(config, tokenizer, quiet=True)
+    assert texts(tokenizer, data.train) == texts(tokenizer, expected)
+    assert asked == [("org/chats", "small", "train", True)]
+    load_datasets(config, tokenizer, quiet=True)
+    assert len(asked) == 1, "prepared once"
+
+    def unknown(*args, **kwargs):
+        raise FileNotFoundError("Couldn't find any data file")
+
+    monkeypatch.setattr(datasets, "load_dataset", unknown)
+    with pytest.raises(DataError, match="no file here, and `datasets` cannot load it"):
+        load_rows("org/missing", tokenizer, DataConfig(cache_dir=str(tmp_path / "cache")))
 
 
 def test_columns_can_be_renamed_and_missing_sources_are_named(tokenizer, tmp_path) -> None:
