@@ -46,7 +46,9 @@ class Tiles:
         return self.kv_heads * self.rows(group.size) * self._pitch(group)
 
     def _pitch(self, group: Group) -> int:
-        return -(-(group.width + self.slots) // ALIGN) * ALIGN
+        """Elements from row to row: aligned, but no multiple of 2 KiB, where rows would share cache sets."""
+        pitch = -(-(group.width + self.slots) // ALIGN) * ALIGN
+        return pitch + ALIGN if pitch % 512 == 0 else pitch
 
     def scratch(self, skip: int = 0) -> Tensor:
         """Memory that the tiles of all groups, but for the first ``skip``, can share one after the other."""
