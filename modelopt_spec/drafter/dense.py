@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_spec.config import DrafterConfig
-from modelopt_spec.drafter.attention_plan import plan_blocks
+from modelopt_spec.drafter.attention import plan_blocks, plan_decode
 from modelopt_spec.drafter.cache import ContextCache
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.drafter.layers import DraftLayer, Rotary
@@ -81,15 +81,15 @@ class DenseDrafter(Drafter):
         backbone = self.config.backbone
         x = self.embed(input_ids)
         angles = self.rotary(cache.new_positions(input_ids.shape[1]), x.dtype)
+        plan = plan_decode(
+            cache.lengths,
+            block_size=input_ids.shape[1],
+            context_len=cache.longest,
+            causal=backbone.causal,
+            window=backbone.sliding_window,
+            window_rule=backbone.window_rule,
+        )
         for index, layer in enumerate(self.layers):
-            x = layer.decode(
-                x,
-                angles,
-                *cache.read(index),
-                lengths=cache.lengths,
-                causal=backbone.causal,
-                window=backbone.sliding_window,
-                window_rule=backbone.window_rule,
-            )
+            x = layer.decode(x, angles, *cache.read(index), plan)
         hidden = self.norm(x)
         return hidden, hidden

@@ -92,12 +92,14 @@ class DraftAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def queries(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """[..., D] -> [..., H, d], normalised and rotated."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x))), cos_sin)
+        """[..., D] -> [..., H, d], normalised and rotated, in the projection's type (also under autocast)."""
+        q = self._heads(self.q_proj(x))
+        return rotate(self.q_norm(q), cos_sin).to(q.dtype)
 
     def keys_values(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[..., D] -> keys (normalised and rotated) and values, [..., G, d]. The same for context and slots."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x))), cos_sin), self._heads(self.v_proj(x))
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return rotate(self.k_norm(k), cos_sin).to(v.dtype), v
 
 
 class DraftLayer(nn.Module):
@@ -123,15 +125,19 @@ class DraftLayer(nn.Module):
         k_ctx, v_ctx = attn.keys_values(context, context_angles)
         k_blk, v_blk = attn.keys_values(normed, slot_angles)
         q = attn.queries(normed, slot_angles)
-        mixed = block_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=attn.scale, sinks=attn.sinks)
+        with torch.autocast(q.device.type, enabled=False):
+            mixed = block_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=attn.scale, sinks=attn.sinks)
         return self._residual(x, mixed)
 
-    def decode(self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, **mask: object) -> Tensor:
+    def decode(
+        self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan
+    ) -> Tensor:
         """One block for each row: x [B, K, D] against cached keys and values [B, C, G, d] -> [B, K, D]."""
         attn, normed = self.self_attn, self.input_layernorm(x)
         k_blk, v_blk = attn.keys_values(normed, slot_angles)
         q = attn.queries(normed, slot_angles)
-        mixed = decode_attention(q, k_ctx, v_ctx, k_blk, v_blk, scale=attn.scale, sinks=attn.sinks, **mask)
+        with torch.autocast(q.device.type, enabled=False):
+            mixed = decode_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=attn.scale, sinks=attn.sinks)
         return self._residual(x, mixed)
 
     def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:

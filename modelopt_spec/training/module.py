@@ -84,7 +84,7 @@ class DraftTrainingModule(nn.Module):
         self.model = model
         self.loss_config = loss
         self.settings = block_settings(drafter, loss, num_anchors)
-        self.source = source or OnlineFeatures(drafter.target, drafter.config.target_layer_ids or ())
+        self.source = OnlineFeatures(drafter.target, drafter.config.target_layer_ids or ()) if source is None else source
 
     @property
     def drafter(self) -> Drafter:

@@ -136,6 +136,7 @@ def _arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         "save_total_limit": 2,
         "report_to": "none",
         "disable_tqdm": True,
+        "use_cpu": not torch.accelerator.is_available(),
         "dataloader_pin_memory": torch.cuda.is_available(),
         **recipe.training.arguments(),
         "output_dir": str(output_dir),
