@@ -14,6 +14,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
 
 from modelopt_spec.scheduling.cost import cost_from_dict
 
@@ -21,8 +23,12 @@ __all__ = [
     "calibration_table",
     "comparison_table",
     "cost_figure",
+    "draw_reliability",
     "ece_figure",
     "load_figure",
+    "print_calibration",
+    "print_profile",
+    "print_simulation",
     "reliability_figure",
     "simulation_table",
     "throughput_figure",
@@ -30,6 +36,7 @@ __all__ = [
 
 _COLOURS = {"before": "#9a9a9a", "shared": "#d98c2b", "after": "#1f6fb4"}
 _LABELS = {"before": "raw", "shared": "one temperature", "after": "one temperature a slot"}
+_UNITS = {"concurrency": "concurrent requests", "rate": "requests/s", "batch": "rows of a batch"}
 _MARKERS = "osD^vPX*"
 
 
@@ -111,7 +118,7 @@ def throughput_figure(
             textcoords="offset points",
             fontsize=7,
         )
-    unit = "concurrent requests" if simulation["load"] == "concurrency" else "requests/s"
+    unit = _UNITS[simulation["load"]]
     axes.set(xlabel="tokens/s of a user", ylabel="tokens/s of the engine", title=f"numbers: {unit}")
     axes.title.set_fontsize(9)
     axes.grid(alpha=0.3)
@@ -140,7 +147,7 @@ def load_figure(simulation: Mapping[str, Any], path: str | Path, measured: Mappi
         if measured is not None:
             mine = [p for p in measured["points"] if p["policy"] == curve["name"]]
             left.scatter([p["load"] for p in mine], [p["throughput"] for p in mine], marker="x", color=line.get_color())
-    unit = "concurrent requests" if simulation["load"] == "concurrency" else "requests/s"
+    unit = _UNITS[simulation["load"]]
     left.set(xlabel=unit, ylabel="tokens/s of the engine", xscale="log", yscale="log")
     right.set(xlabel=unit, ylabel="draft tokens verified a step", xscale="log")
     for axes in (left, right):
@@ -173,6 +180,67 @@ def cost_figure(profile: Mapping[str, Any], path: str | Path, context: int | Non
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     return _save(figure, path)
+
+
+def draw_reliability(report: Mapping[str, Any], path: str | Path) -> None:
+    """The reliability diagram, and the bars of the ECE beside it (same name with ``_ece`` before its ending)."""
+    path = Path(path)
+    reliability_figure(report, path)
+    ece_figure(report, path.with_name(f"{path.stem}_ece{path.suffix}"))
+
+
+def print_calibration(report: Mapping[str, Any], console: Console) -> None:
+    """Table of :func:`calibration_table`, and one line that sums it up."""
+    judged = report["held_out"] or report["fit"]
+    _print(calibration_table(report), console)
+    mean, where = judged["mean_ece"], "held-out" if report["held_out"] else "fitted"
+    console.print(
+        f"mean ECE of survival {mean['before']:.4f} to {mean['after']:.4f} on {judged['rounds']} {where} rounds of "
+        f"{judged['prompts']} prompts; one shared temperature {report['shared_temperature']:.3f}: {mean['shared']:.4f}"
+    )
+    if "scheduler_file" in report:
+        console.print(f"written: {report['scheduler_file']}")
+
+
+def print_profile(report: Mapping[str, Any], console: Console) -> None:
+    """Measured and fitted step times."""
+    cost = cost_from_dict(report["cost"])
+    rows = [
+        [
+            c["context"],
+            c["requests"],
+            c["tokens"],
+            f"{1e3 * c['seconds']:.2f}",
+            f"{1e3 * float(cost.step_seconds(c['requests'], c['tokens'], c['context'])):.2f}",
+            f"{1e3 * c['draft_seconds']:.2f}",
+            f"{100 * spread:.1f}%",
+        ]
+        for c, spread in zip(report["measurements"]["cells"], report["measurements"]["spread"])
+    ]
+    head = ["context", "requests", "batch tokens", "step, ms", "fitted, ms", "of it drafting, ms", "spread"]
+    _print(_markdown(head, rows), console)
+    worst = max(q["worst"] for q in report["quality"])
+    console.print(f"{report['hardware']}: the fit is off by at most {100 * worst:.1f}%")
+    if "scheduler_file" in report:
+        console.print(f"written: {report['scheduler_file']}")
+
+
+def print_simulation(report: Mapping[str, Any], console: Console) -> None:
+    """Table of :func:`simulation_table`, and of the comparison with measured throughput where there is one."""
+    _print(simulation_table(report), console)
+    if report["engine"]["extrapolated"]:
+        console.print(f"step times beyond {report['engine']['measured_tokens']} batch tokens are extrapolated")
+    if "comparison" in report:
+        _print(comparison_table(report["comparison"]), console)
+
+
+def _print(markdown: str, console: Console) -> None:
+    """A markdown table as a rich one."""
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
+    table = Table(*head, show_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def calibration_table(report: Mapping[str, Any], part: str = "held_out") -> str:

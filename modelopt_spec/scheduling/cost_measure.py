@@ -95,6 +95,7 @@ def measure_cost(
     repeats: int = 7,
     warmup: int = 2,
     refine_cliffs: int = 0,
+    uniform: bool = False,
     two_axes: bool = True,
     clock: Callable[[], float] = time.perf_counter,
     seed: int = 0,
@@ -113,12 +114,15 @@ def measure_cost(
         warmup: untimed visits of each cell.
         refine_cliffs: extra token counts a context length, placed one by one into the steepest gap between neighbours
             (so that a staircase's cliffs are pinned down).
+        uniform: only token counts that give every request the same number, for engines that pad.
         two_axes: refuse, before any time is spent, cells that a two-axis table cannot be fitted to.
         clock: seconds; process time suits a shared machine.
         seed: of the visiting order.
     """
     if repeats < 3:
         raise ConfigError(f"repeats is {repeats}: a median needs at least 3")
+    if uniform and refine_cliffs:
+        raise ConfigError("refine_cliffs needs uneven steps: leave it at 0 with uniform")
     counts = sorted(set(requests))
     if not counts or counts[0] < 1:
         raise ConfigError(f"requests {list(requests)}: name at least one batch size, each at least 1")
@@ -128,7 +132,7 @@ def measure_cost(
         for context in contexts
         for count in counts
         for m in grid
-        if count <= m <= count * (gamma + 1)
+        if count <= m <= count * (gamma + 1) and not (uniform and m % count)
     ]
     if not wanted:
         raise ConfigError(f"tokens {grid}: none is between R and R * {gamma + 1} for the requests {counts}")

@@ -20,7 +20,6 @@ belong to a machine: another hardware, engine or dtype is an error unless the ca
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -46,7 +45,6 @@ __all__ = [
     "current_hardware",
     "load_scheduler",
     "save_scheduler",
-    "tokenizer_fingerprint",
 ]
 
 T = TypeVar("T")
@@ -231,12 +229,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 over the tokenizer's vocabulary (token, id), added tokens included."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def _read(target: Path) -> dict[str, Any]:

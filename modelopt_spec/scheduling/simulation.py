@@ -17,7 +17,7 @@ and that a shorter verified prefix moves the anchors of later blocks (their reco
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.scheduling.cost import StepCost
 from modelopt_spec.scheduling.policies import LengthPolicy
-from modelopt_spec.scheduling.workload import AcceptanceProcess, Workload
+from modelopt_spec.scheduling.workload import AcceptanceProcess, Workload, one_batch
 
-__all__ = ["Engine", "SimulationResult", "StepLog", "check_simulation", "simulate", "summarise"]
+__all__ = ["Engine", "SimulationResult", "StepLog", "check_simulation", "simulate", "simulate_batches", "summarise"]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.floating[Any]]
@@ -186,6 +186,27 @@ def simulate(process: AcceptanceProcess, workload: Workload, engine: Engine, pol
         start=start,
         finish=finish,
     )
+
+
+def simulate_batches(
+    process: AcceptanceProcess, engine: Engine, policy: LengthPolicy, output_tokens: int | None = None
+) -> tuple[StepLog, Workload]:
+    """All recorded prompts in batches of ``max_running``, each drained before the next, as ``generate`` does it."""
+    logs: list[StepLog] = []
+    works: list[Workload] = []
+    now = 0.0
+    for begin in range(0, len(process.first_row), engine.max_running):
+        prompts = np.arange(begin, min(begin + engine.max_running, len(process.first_row)))
+        work = one_batch(process, prompts, output_tokens=output_tokens)
+        log = simulate(process, work, engine, policy)
+        logs.append(replace(log, end=log.end + now, start=log.start + now, finish=log.finish + now))
+        works.append(replace(work, arrival=work.arrival + now))
+        now = float(logs[-1].end[-1])
+    joined = [
+        {f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(parts[0])}
+        for parts in (logs, works)
+    ]
+    return StepLog(**joined[0]), Workload(**joined[1])
 
 
 def summarise(log: StepLog, workload: Workload, engine: Engine) -> SimulationResult:

@@ -2,27 +2,28 @@
 
 The report (JSON, ``mtsp simulate`` writes it, the figures read it)::
 
-    {"kind": "mtsp.simulation", "version": 1, "gamma": G, "load": "concurrency" | "rate", "acceptance": str,
+    {"kind": "mtsp.simulation", "version": 1, "gamma": G, "load": "concurrency" | "rate" | "batch", "acceptance": str,
      "engine": {"max_running", "padded", "prefill_tokens_per_second", "overhead_seconds", "measured_tokens",
                 "extrapolated"},
      "policies": [{"name": str, "points": [{"load": float} | figures of one run (simulation.py)]}]}
 
 Measured throughput to compare with: ``{"kind": "mtsp.measured_throughput", "points": [{"policy", "load",
-"throughput"}]}``, ``throughput`` in tokens a second of the whole engine over the whole run.
+"throughput"}]}``, ``throughput`` in tokens a second of the whole engine over the whole run: for ``generate``, tokens
+committed by rounds over the time of the rounds (load ``batch``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
 from modelopt_spec.scheduling.cost_extend import extended
 from modelopt_spec.scheduling.policies import FixedLength, LengthPolicy, NoSpeculation, PrefixScheduler, StaticThreshold
 from modelopt_spec.scheduling.rounds import RoundTable
-from modelopt_spec.scheduling.simulation import Engine, check_range, simulate, summarise
+from modelopt_spec.scheduling.simulation import Engine, check_range, simulate, simulate_batches, summarise
 from modelopt_spec.scheduling.workload import AcceptanceProcess, closed_loop, open_loop
 
 __all__ = ["DEFAULT_POLICIES", "SIMULATION_KIND", "compare_measured", "policy_from_name", "simulate_loads"]
@@ -31,6 +32,7 @@ SIMULATION_KIND = "mtsp.simulation"
 DEFAULT_POLICIES = ("none", "fixed", "threshold:0.5", "scheduler")
 
 Cost = CostTable | AdditiveCostTable | CostProfile
+Load = Literal["concurrency", "rate", "batch"]
 
 
 def policy_from_name(
@@ -82,7 +84,7 @@ def simulate_loads(
     cost: Cost,
     *,
     loads: Sequence[float],
-    load: Literal["concurrency", "rate"] = "concurrency",
+    load: Load = "concurrency",
     policies: Sequence[str] = DEFAULT_POLICIES,
     temperatures: Sequence[float] | None = None,
     prior: Sequence[float] | None = None,
@@ -102,7 +104,8 @@ def simulate_loads(
     Args:
         rounds: recorded full-block rounds, the acceptance process.
         cost: step times of the engine; the schedulers use the same table.
-        loads: concurrent requests, or (``load="rate"``) arrivals a second.
+        loads: concurrent requests, arrivals a second (``load="rate"``), or rows of a batch (``load="batch"``: all
+            recorded prompts once, in batches that are drained one after the other, as ``generate`` does it).
         load: what ``loads`` means.
         policies: short names, see :func:`policy_from_name`.
         temperatures: calibration.
@@ -121,12 +124,12 @@ def simulate_loads(
     Returns:
         The report of the module's docstring.
     """
-    if load not in ("concurrency", "rate"):
-        raise ConfigError(f"load is {load!r}: it is 'concurrency' or 'rate'")
+    if load not in get_args(Load):
+        raise ConfigError(f"load is {load!r}: it is one of {', '.join(get_args(Load))}")
     if not loads:
         raise ConfigError("loads is empty: name at least one")
     process = AcceptanceProcess.from_rounds(rounds, acceptance, seed)
-    limit = max(int(v) for v in loads) if load == "concurrency" else max_running
+    limit = max_running if load == "rate" else max(int(v) for v in loads)
     most = limit * (process.gamma + 1)
     measured_tokens = cost.max_tokens
     if extrapolate and most > measured_tokens:
@@ -145,14 +148,18 @@ def simulate_loads(
                 padded=padded,
                 **(scheduler_settings or {}),
             )
-            running = int(value) if load == "concurrency" else max_running
+            running = max_running if load == "rate" else int(value)
             here = replace(engine, max_running=running)
             count = requests or max(4 * running, 64)
-            if load == "concurrency":
+            if load == "batch":
+                log, work = simulate_batches(process, here, policy, output_tokens)
+            elif load == "concurrency":
                 work = closed_loop(process, requests=count, output_tokens=output_tokens, seed=seed)
+                log = simulate(process, work, here, policy)
             else:
                 work = open_loop(process, requests=count, rate=value, output_tokens=output_tokens, seed=seed)
-            result = summarise(simulate(process, work, here, policy), work, here)
+                log = simulate(process, work, here, policy)
+            result = summarise(log, work, here)
             check_range(result, here)
             points.append({"load": float(value)} | result.to_dict())
         curves.append({"name": name, "points": points})

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.scheduling.rounds import RoundTable
 
-__all__ = ["AcceptanceProcess", "Workload", "closed_loop", "open_loop"]
+__all__ = ["AcceptanceProcess", "Workload", "closed_loop", "one_batch", "open_loop"]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.floating[Any]]
@@ -137,6 +137,15 @@ def closed_loop(
         seed: of the drawn prompts.
     """
     return _requests(process, requests, output_tokens, seed, np.zeros(requests))
+
+
+def one_batch(process: AcceptanceProcess, prompts: IntArray, *, output_tokens: int | None = None) -> Workload:
+    """These recorded prompts (by their order), all at once."""
+    length = process.output_tokens[prompts] if output_tokens is None else np.full(len(prompts), output_tokens)
+    first = process.first_row[prompts]
+    if process.kind == "bootstrap":
+        first = process.draw(prompts, np.zeros(len(prompts), dtype=np.int64))
+    return Workload(np.zeros(len(prompts)), first, length, process.context_tokens[prompts])
 
 
 def open_loop(

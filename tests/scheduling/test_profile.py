@@ -57,6 +57,14 @@ def test_each_repeat_visits_every_cell_in_its_own_order():
     assert {(c.requests, c.tokens, c.context) for c in measured.cells} == wanted
 
 
+def test_uniform_steps_give_every_request_the_same():
+    machine = Machine(seconds)
+    measured = measure_cost(machine.step, requests=[2, 4], gamma=3, contexts=[0], uniform=True, clock=machine.clock)
+    assert {(c.requests, c.tokens) for c in measured.cells} == {
+        (2, 2), (2, 4), (2, 6), (2, 8), (4, 4), (4, 8), (4, 12), (4, 16)
+    }  # fmt: skip
+
+
 def test_draft_time_is_measured_and_added():
     machine = Machine(seconds)
     measured = measure_cost(
@@ -138,6 +146,7 @@ def test_batch_sizes_that_share_no_tokens_are_refused_before_measuring():
         ({"requests": []}, "name at least one batch size"),
         ({"requests": [0, 1]}, "each at least 1"),
         ({"tokens": [99]}, r"tokens \[99\]"),
+        ({"uniform": True, "refine_cliffs": 1}, "refine_cliffs needs uneven steps"),
     ],
 )
 def test_bad_measurement_settings_are_refused(options, message):

@@ -18,7 +18,6 @@ from modelopt_spec.scheduling.scheduler_file import (
     current_hardware,
     load_scheduler,
     save_scheduler,
-    tokenizer_fingerprint,
 )
 from tests.scheduling.synthetic import memory_bound_cost, round_table
 
@@ -158,18 +157,8 @@ def test_missing_and_broken_files(tmp_path):
         save_scheduler(tmp_path, make(calibration=dataclasses.replace(CALIBRATION, prior=(float("nan"),) * 3)))
 
 
-def test_identity_helpers():
-    class Tokenizer:
-        def __init__(self, vocabulary):
-            self.vocabulary = vocabulary
-
-        def get_vocab(self):
-            return self.vocabulary
-
-    one, two = {"a": 0, "b": 1}, {"b": 1, "a": 0}
-    assert tokenizer_fingerprint(Tokenizer(one)) == tokenizer_fingerprint(Tokenizer(two))
-    assert tokenizer_fingerprint(Tokenizer(one)) != tokenizer_fingerprint(Tokenizer({"a": 1, "b": 0}))
-    assert current_hardware()
+def test_this_machine_has_a_name():
+    assert len(current_hardware()) > 5
 
 
 def test_engine_files_and_launch_lines(tmp_path):

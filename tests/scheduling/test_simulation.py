@@ -11,7 +11,7 @@ from modelopt_spec.scheduling.calibration import CalibrationOptions
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
 from modelopt_spec.scheduling.policies import FixedLength, NoSpeculation, PrefixScheduler, StaticThreshold
 from modelopt_spec.scheduling.rounds import rounds_from_records
-from modelopt_spec.scheduling.simulation import Engine, simulate, summarise
+from modelopt_spec.scheduling.simulation import Engine, simulate, simulate_batches, summarise
 from modelopt_spec.scheduling.simulation_reference import simulate_reference
 from modelopt_spec.scheduling.sweep import compare_measured, policy_from_name, simulate_loads
 from modelopt_spec.scheduling.workload import AcceptanceProcess, closed_loop, open_loop
@@ -68,6 +68,21 @@ def test_full_verification_replays_the_record(table, process):
     prompt = table.prompt[work.first_row[0]]
     assert log.committed.tolist() == table.committed[table.prompt == prompt].tolist()
     assert log.seconds[0] == pytest.approx(float(COST.step_seconds(1, 1 + GAMMA)))
+
+
+def test_batches_are_drained_one_after_the_other(table, process):
+    """Whole blocks in batches replay every recorded prompt once; the time is the sum of the batches' times."""
+    report = simulate_loads(table, COST, loads=[1, 16], load="batch", policies=["fixed"])
+    one, many = report["policies"][0]["points"]
+    assert one["tokens"] == many["tokens"] == table.committed.sum()
+    assert one["seconds"] == pytest.approx(len(table) * float(COST.step_seconds(1, 1 + GAMMA)), rel=0.02)
+    assert many["throughput"] == pytest.approx(many["throughput_all"])
+    assert many["throughput"] > 5 * one["throughput"]
+    assert many["wait_seconds"] == pytest.approx(0.0, abs=1e-9)
+    log, work = simulate_batches(process, Engine(COST, 16), FixedLength(GAMMA))
+    assert (np.diff(log.end) > 0).all()
+    assert (log.start >= work.arrival).all()
+    assert log.running.max() == 16
 
 
 def test_no_speculation_is_the_plain_rate(process):
@@ -179,7 +194,7 @@ def test_rounds_without_confidences_can_be_simulated():
     ("call", "message"),
     [
         (lambda t: simulate_loads(t, COST, loads=[]), "loads is empty"),
-        (lambda t: simulate_loads(t, COST, loads=[1], load="users"), "load is 'users'"),
+        (lambda t: simulate_loads(t, COST, loads=[1], load="users"), "one of concurrency, rate, batch"),
         (lambda t: simulate_loads(t, COST, loads=[1], acceptance="magic"), "acceptance process is 'magic'"),
         (lambda t: simulate_loads(t, COST, loads=[1], policies=["greedy"]), "policy 'greedy' is unknown"),
         (lambda t: simulate_loads(t, COST, loads=[1], policies=["fixed:x"]), "'x' is no number"),
