@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelopt_spec.training.loss_plan import Chunk, Tiling, default_tiling, plan_chunks
-from modelopt_spec.training.loss_tile import TileTerms, TileValues, base_tile, dpace_weights, draft_tile, target_tile
+from modelopt_spec.training.loss_tile import DraftTerms, TileScratch, base_rows, dpace_weights, draft_rows, target_rows
 from modelopt_spec.training.loss_types import LossWeights, Projection, SlotRows
 
 __all__ = ["ChunkedLoss", "Gradients", "Wanted"]
@@ -45,22 +45,33 @@ class Gradients:
     head_out: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """A chunk's inputs in the type of the products."""
+@dataclass
+class _Work:
+    """One chunk on its way from hidden states to gradients."""
 
-    hidden: Tensor
-    """[n + m, D]: target positions, then draft rows."""
+    chunk: Chunk
+    logits: Tensor
+    """[n + m, V]: logits of the new target positions, then of the draft."""
+    base: Tensor
+    """[m, V], the second part of ``logits``: lm_head(h), then the gradient of all that reaches h."""
+    final: Tensor
+    """[m, V]: corrected logits, then their gradient. The same memory as ``base`` unless both have terms."""
     latents: Tensor | None
-    """[m, R]."""
+    """[m, R] u in the type of the products."""
+    module: tuple[Tensor, Tensor] | None = None
+    """Without a weight: the output module's input and output for the draft rows, with their graph."""
 
 
 class ChunkedLoss:
-    """One call of the loss. :meth:`run` fills the value vectors and gradients.
+    """One call of the loss. :meth:`run` fills ``values``, ``predicted``, ``row_weights`` and ``gradients``.
 
     Args:
-        rows, projection, weights: checked against each other. acceptance: whether to compute it.
-        wanted: gradients. tiling: sizes of the pieces, None for the default.
+        rows: supervised slots, checked against ``projection`` and ``weights``.
+        projection: what turns them to logits.
+        weights: of the terms.
+        acceptance: whether to compare draft and target token by token.
+        wanted: gradients to compute.
+        tiling: sizes of the pieces, None for the default.
         row_scale: scalar factor on all row weights, usually 1 / divisor.
     """
 
@@ -76,44 +87,29 @@ class ChunkedLoss:
         row_scale: Tensor,
     ) -> None:
         self.rows, self.projection, self.weights, self.wanted = rows, projection, weights, wanted
-        device = rows.hidden.device
-        self.device = device
-        kind = device.type
+        self.row_scale, self.device = row_scale, rows.hidden.device
+        kind = self.device.type
         self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         self.dtype = self._product_dtype()
         self.soft_dtype = torch.promote_types(self.dtype, torch.float32)
         has_head = rows.latents is not None
         self.base_weight = weights.base_ce if has_head else 0.0
-        final_ce = weights.ce if has_head else weights.ce + weights.base_ce
-        final_gradient = wanted.any and bool(final_ce or weights.tv or weights.kl)
-        self.terms = TileTerms(
-            ce=final_ce,
-            tv=weights.tv,
-            kl=weights.kl,
-            acceptance=acceptance,
-            gradient=final_gradient,
-        )
-        self.has_head = has_head
+        ce = weights.ce if has_head else weights.ce + weights.base_ce
+        gradient = wanted.any and bool(ce or weights.tv or weights.kl)
+        self.terms = DraftTerms(ce, weights.tv, weights.kl, acceptance, gradient)
         self.has_target = acceptance or bool(weights.kl)
-        self.row_scale = row_scale
-        vocab_size = self._vocab_size()
-        self.tiling = tiling or default_tiling(vocab_size, self.dtype, device)
-        self.vocab_size = vocab_size
-
-        def vector(dtype: torch.dtype) -> Tensor:
-            return torch.empty(rows.num_rows, dtype=dtype, device=device)
-
-        self.values = {"ce": vector(self.soft_dtype)}
-        self.predicted = vector(torch.long)
-        self.base_predicted = vector(torch.long) if self.base_weight else None
-        if self.base_weight:
-            self.values["base_ce"] = vector(self.soft_dtype)
-        if acceptance:
-            self.values["tv"] = vector(self.soft_dtype)
-        if weights.kl:
-            self.values["kl"] = vector(self.soft_dtype)
+        self.vocab_size = self._vocab_size()
+        self.tiling = tiling or default_tiling(self.vocab_size, self.dtype, self.device)
+        names = {"ce": True, "tv": acceptance, "kl": weights.kl, "base_ce": self.base_weight}
+        self.values = {name: self._vector(self.soft_dtype) for name, needed in names.items() if needed}
+        self.predicted = self._vector(torch.long)
+        self.base_predicted = self._vector(torch.long) if self.base_weight else None
         self.row_weights = rows.weights.to(self.soft_dtype, copy=True)
+        self.num_slots = int(rows.slots.max()) + 1 if weights.dpace_alpha is not None and rows.num_rows else 0
         self.gradients = Gradients()
+
+    def _vector(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.rows.num_rows, dtype=dtype, device=self.device)
 
     # ---- sizes and types -----------------------------------------------------------------------------------------
 
@@ -175,7 +171,7 @@ class ChunkedLoss:
         width, device = self.vocab_size, self.device
         held = max(chunk.num_positions for chunk in chunks)
         products = max(len(chunk.new) + chunk.num_rows for chunk in chunks)
-        draft_rows = max(chunk.num_rows for chunk in chunks)
+        draft = max(chunk.num_rows for chunk in chunks)
         self._shared = self.dtype == self.soft_dtype
         if self._shared:
             both = max(chunk.num_positions + chunk.num_rows for chunk in chunks)
@@ -183,41 +179,34 @@ class ChunkedLoss:
         else:
             self._target = torch.empty(held, width, dtype=self.soft_dtype, device=device)
             self._logits = torch.empty(products, width, dtype=self.dtype, device=device)
-        self._final = torch.empty(draft_rows, width, dtype=self.dtype, device=device) if self.base_weight else None
-        self._entropy = torch.empty(held, dtype=self.soft_dtype, device=device) if self.weights.kl else None
-        self._tile_rows = max(1, self.tiling.cells // max(width, 1))
-        scratch_rows = min(self._tile_rows, max(draft_rows, held))
-        self._probs = torch.empty(scratch_rows, width, dtype=self.soft_dtype, device=device)
-        self._gathered = torch.empty_like(self._probs) if self.has_target else None
+        self._final = torch.empty(draft, width, dtype=self.dtype, device=device) if self.base_weight else None
+        self._negentropy = torch.empty(held, dtype=self.soft_dtype, device=device) if self.weights.kl else None
+        tile_rows = max(1, round(self.tiling.cells / max(width, 1)))
+        if self.projection.vocab.sharded:
+            tile_rows = draft
+        tile_rows = min(tile_rows, max(draft, held))
+        self._scratch = TileScratch(tile_rows, width, self.dtype, self.soft_dtype, device, self.has_target)
 
     def _run_chunk(self, chunk: Chunk, first: bool) -> None:
-        rows = self.rows
         kept, new = len(chunk.kept), len(chunk.new)
         if kept:
             self._target[:kept] = self._target[chunk.kept]
-            if self._entropy is not None:
-                self._entropy[:kept] = self._entropy[chunk.kept]
+            if self._negentropy is not None:
+                self._negentropy[:kept] = self._negentropy[chunk.kept]
         start = kept if self._shared else 0
         logits = self._logits[start : start + new + chunk.num_rows]
         base = logits[new:]
         final = base if self._final is None else self._final[: chunk.num_rows]
-        latents = None if rows.latents is None else rows.latents.detach()[chunk.rows].to(self.dtype)
-        graph = self._project(chunk, logits, base, final, latents)
-        self._targets(logits[:new], self._target[kept : kept + new], kept)
-        self._tiles(chunk, base, final)
-        weights = self.row_weights[chunk.rows]
-        if self.weights.dpace_alpha is not None:
-            block, slot = rows.blocks[chunk.rows], rows.slots[chunk.rows]
-            ce, slots = self.values["ce"][chunk.rows], self._num_slots
-            weights *= dpace_weights(ce, block, slot, slots, self.weights.dpace_alpha)
+        latents = None if self.rows.latents is None else self.rows.latents.detach()[chunk.rows].to(self.dtype)
+        work = _Work(chunk, logits, base, final, latents)
+        self._project(work)
+        if new:
+            negentropy = None if self._negentropy is None else self._negentropy[kept : kept + new]
+            probs = self._target[kept : kept + new]
+            target_rows(logits[:new], probs, self._scratch, self.projection.vocab, negentropy)
+        self._evaluate(work)
         if self.wanted.any:
-            self._products_of_gradient(chunk, base, final, latents, weights * self.row_scale, graph, first)
-
-    @property
-    def _num_slots(self) -> int:
-        if not hasattr(self, "_slots"):
-            self._slots = int(self.rows.slots.max()) + 1
-        return self._slots
+            self._backpropagate(work, self.row_weights[chunk.rows].unsqueeze(1) * self.row_scale, first)
 
     # ---- 1. logits ---------------------------------------------------------------------------------------------------
 
@@ -225,126 +214,85 @@ class ChunkedLoss:
         for start in range(0, self.vocab_size, step):
             yield slice(start, min(start + step, self.vocab_size))
 
-    def _project(
-        self, chunk: Chunk, logits: Tensor, base: Tensor, final: Tensor, latents: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Logits of the chunk: ``logits`` [n + m, V] = [target; draft] @ W^T, and ``final`` [m, V] += u W_out^T.
-
-        Returns:
-            Without a weight: the module's input and output for the draft rows, with their graph; else None.
-        """
-        rows, new = self.rows, len(chunk.new)
-        hidden = rows.hidden.detach()[chunk.rows]
-        graph = None
+    def _project(self, work: _Work) -> None:
+        """Fill the logits: [target; draft] @ W^T in one product, and u W_out^T added to the draft's part."""
+        rows, new = self.rows, work.chunk.new
+        hidden = rows.hidden.detach()[work.chunk.rows]
+        target = rows.target_hidden[new] if rows.target_hidden is not None and len(new) else None
         if self._weight is None:
-            if new:
-                assert rows.target_hidden is not None
-                logits[:new] = self._module_logits(rows.target_hidden[chunk.new])
+            stacked = None
+            if target is not None:
+                work.logits[: len(new)] = self._module_logits(target)
             with torch.set_grad_enabled(self.wanted.hidden):
                 hidden.requires_grad_(self.wanted.hidden)
                 output = self._module_logits(hidden)
-            base.copy_(output)
-            graph = (hidden, output) if self.wanted.hidden else None
-            stacked = None
+            work.base.copy_(output)
+            work.module = (hidden, output) if self.wanted.hidden else None
         else:
             stacked = hidden.to(self.dtype)
-            if new:
-                assert rows.target_hidden is not None
-                stacked = torch.cat([rows.target_hidden[chunk.new].to(self.dtype), stacked])
+            if target is not None:
+                stacked = torch.cat([target.to(self.dtype), stacked])
         for columns in self._columns(self.tiling.columns):
             if stacked is not None and self._weight is not None:
-                torch.mm(stacked, self._weight[columns].t(), out=logits[:, columns])
-            if latents is not None and self._out is not None:
-                torch.addmm(base[:, columns], latents, self._out[columns].t(), out=final[:, columns])
-        return graph
+                torch.mm(stacked, self._weight[columns].t(), out=work.logits[:, columns])
+            if work.latents is not None and self._out is not None:
+                base, out = work.base[:, columns], self._out[columns]
+                torch.addmm(base, work.latents, out.t(), out=work.final[:, columns])
 
     # ---- 2. values and gradients of the logits -----------------------------------------------------------------------
 
-    def _targets(self, logits: Tensor, probs: Tensor, kept: int) -> None:
-        """Turn the new positions' logits [n, V] to distributions in the target buffer ([n, V], maybe the same memory)."""
-        for start in range(0, len(logits), self._tile_rows):
-            tile = slice(start, min(start + self._tile_rows, len(logits)))
-            out = self._probs[: tile.stop - tile.start]
-            entropy = target_tile(logits[tile], out, self.projection.vocab, self._entropy is not None)
-            probs[tile] = out
-            if self._entropy is not None and entropy is not None:
-                self._entropy[kept + tile.start : kept + tile.stop] = entropy
-
-    def _tiles(self, chunk: Chunk, base: Tensor, final: Tensor) -> None:
+    def _evaluate(self, work: _Work) -> None:
         """Values of all rows of the chunk; its logits become gradients."""
-        vocab, labels = self.projection.vocab, self.rows.labels[chunk.rows]
-        for start in range(0, chunk.num_rows, self._tile_rows):
-            tile = slice(start, min(start + self._tile_rows, chunk.num_rows))
-            place = slice(chunk.rows.start + tile.start, chunk.rows.start + tile.stop)
-            probs = self._probs[: tile.stop - tile.start]
-            target = entropy = None
-            if self._gathered is not None:
-                target = self._gathered[: tile.stop - tile.start]
-                torch.index_select(self._target, 0, chunk.index[tile], out=target)
-                entropy = None if self._entropy is None else self._entropy[chunk.index[tile]]
-            values = draft_tile(final[tile], labels[tile], target, entropy, self.terms, probs, vocab)
-            self._store(place, values, values.predicted)
-            if self.base_weight:
-                assert self.base_predicted is not None
-                added = final[tile] if self.terms.gradient else None
-                of_base = base_tile(base[tile], labels[tile], self.base_weight, added, self.wanted.any, probs, vocab)
-                self.values["base_ce"][place] = of_base.ce
-                self.base_predicted[place] = of_base.predicted
-
-    def _store(self, place: slice, values: TileValues, predicted: Tensor) -> None:
-        self.predicted[place] = predicted
+        chunk, rows, vocab, scratch = work.chunk, self.rows, self.projection.vocab, self._scratch
+        labels, place = rows.labels[chunk.rows], chunk.rows
+        target = self._target if self.has_target else None
+        values = draft_rows(work.final, labels, target, chunk.index, self._negentropy, self.terms, scratch, vocab)
+        self.predicted[place] = values.predicted
         self.values["ce"][place] = values.ce
         if values.l1 is not None:
             self.values["tv"][place] = values.l1
         if values.kl is not None:
             self.values["kl"][place] = values.kl
+        if self.weights.dpace_alpha is not None:
+            position = dpace_weights(
+                values.ce, rows.blocks[place], rows.slots[place], self.num_slots, self.weights.dpace_alpha
+            )
+            self.row_weights[place] *= position
+        if self.base_predicted is not None:
+            added = work.final if self.terms.gradient else None
+            values = base_rows(work.base, labels, self.base_weight, added, self.wanted.any, scratch, vocab)
+            self.values["base_ce"][place] = values.ce
+            self.base_predicted[place] = values.predicted
 
     # ---- 3. gradients of hidden states, latents and W_out ------------------------------------------------------------
 
-    def _products_of_gradient(
-        self,
-        chunk: Chunk,
-        base: Tensor,
-        final: Tensor,
-        latents: Tensor | None,
-        weights: Tensor,
-        graph: tuple[Tensor, Tensor] | None,
-        first: bool,
-    ) -> None:
-        """Multiply the logit gradients: ``base`` [m, V] (all that reaches h) and ``final`` [m, V] (all that reaches u)."""
-        reaches_hidden = self.terms.gradient or bool(self.base_weight)
-        d_hidden = self._accumulator(self.rows.hidden, chunk) if self.wanted.hidden and reaches_hidden else None
-        d_latents = d_out = weighted = None
+    def _backpropagate(self, work: _Work, weights: Tensor, first: bool) -> None:
+        """Multiply the gradient of the logits with W, W_out and u; ``weights`` [m, 1] are the rows' weights."""
+        place, latents, gradients = work.chunk.rows, work.latents, self.gradients
+        d_hidden = d_latents = d_out = weighted = None
+        if gradients.hidden is not None and (self.terms.gradient or self.base_weight):
+            d_hidden = torch.zeros_like(gradients.hidden[place], dtype=self.dtype)
         if latents is not None and self.terms.gradient:
-            d_latents = self._accumulator(latents, None) if self.wanted.latents else None
-            d_out = self.gradients.head_out
-            weighted = (latents * weights.unsqueeze(1)).to(self.dtype)
+            d_latents = torch.zeros_like(latents) if gradients.latents is not None else None
+            d_out, weighted = gradients.head_out, (latents * weights).to(self.dtype)
         for columns in self._columns(self.tiling.columns):
             if d_hidden is not None and self._weight is not None:
-                d_hidden.addmm_(base[:, columns], self._weight[columns])
+                d_hidden.addmm_(work.base[:, columns], self._weight[columns])
             if d_latents is not None and self._out is not None:
-                d_latents.addmm_(final[:, columns], self._out[columns])
+                d_latents.addmm_(work.final[:, columns], self._out[columns])
             if d_out is not None and weighted is not None and self._shared:
-                part, transposed = d_out[columns], final[:, columns].t()
-                part.addmm_(transposed, weighted, beta=0.0 if first else 1.0)
+                d_out[columns].addmm_(work.final[:, columns].t(), weighted, beta=0.0 if first else 1.0)
         if d_out is not None and weighted is not None and not self._shared:
             for columns in self._columns(_LOW_PRECISION_COLUMNS):
-                product = torch.mm(final[:, columns].t(), weighted)
+                product = torch.mm(work.final[:, columns].t(), weighted)
                 d_out[columns].copy_(product) if first else d_out[columns].add_(product)
-        if d_hidden is not None:
-            if graph is not None:
-                hidden, output = graph
-                d_hidden = torch.autograd.grad(output, hidden, base.to(output.dtype))[0]
-            assert self.gradients.hidden is not None
-            torch.mul(d_hidden, weights.unsqueeze(1), out=self.gradients.hidden[chunk.rows])
-        if d_latents is not None:
-            assert self.gradients.latents is not None
-            torch.mul(d_latents, weights.unsqueeze(1), out=self.gradients.latents[chunk.rows])
-
-    def _accumulator(self, like: Tensor, chunk: Chunk | None) -> Tensor:
-        """Zeros [m, width of ``like``] in the type of the products."""
-        count = len(like) if chunk is None else chunk.num_rows
-        return torch.zeros(count, like.shape[1], dtype=self.dtype, device=self.device)
+        if d_hidden is not None and gradients.hidden is not None:
+            if work.module is not None:
+                hidden, output = work.module
+                d_hidden = torch.autograd.grad(output, hidden, work.base.to(output.dtype))[0]
+            torch.mul(d_hidden, weights, out=gradients.hidden[place])
+        if d_latents is not None and gradients.latents is not None:
+            torch.mul(d_latents, weights, out=gradients.latents[place])
 
     def _sum_over_vocabulary(self) -> None:
         """Each rank multiplied with its rows of W and W_out only. (A module sums its own gradient of h.)"""

@@ -36,17 +36,17 @@ class Tiling:
 def default_tiling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """Sizes that cost little over the bare matrix products (benchmarks/train_step.py measures it).
 
-    A product of m rows with W [V, D] reads all of W, so few rows waste bandwidth: on a CPU about 160 rows come within
-    10% of the best rate, and more than 48 MiB bring nothing. An accelerator wants large products and few kernels.
+    A product of m rows with W [V, D] reads all of W, so few rows waste bandwidth: on a CPU about 220 rows come within
+    10% of the best rate, and more than 48 MiB bring little. An accelerator wants large products and few kernels.
     """
     row_bytes = vocab_size * dtype.itemsize
     if device.type != "cpu":
         rows = min(max(1024 * _MIB // row_bytes, 512), 16384)
         return Tiling(chunk_rows=rows, columns=vocab_size, cells=max(vocab_size, 2**26))
-    rows = min(max(48 * _MIB // row_bytes, 160), 1024)
+    rows = min(max(48 * _MIB // row_bytes, 224), 1024)
     threads = torch.get_num_threads()
     columns = 2048 * threads if dtype.itemsize >= 4 else vocab_size
-    return Tiling(chunk_rows=rows, columns=columns, cells=2**17 * threads)
+    return Tiling(chunk_rows=rows, columns=columns, cells=2**18 * threads)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def plan_chunks(blocks: Tensor, target_index: Tensor | None, chunk_rows: int, co
     """Cut rows at block boundaries into chunks of about equal size.
 
     Args:
-        blocks: [M] block of each row, equal values together. target_index: [M] position of each row, or None.
+        blocks: [M] block of each row, equal values together.
+        target_index: [M] position of each row; None if the target is not read.
         chunk_rows: draft rows times ``copies`` plus target rows that a chunk may hold on average; one block at least.
         copies: buffers of draft rows.
 

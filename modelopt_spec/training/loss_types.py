@@ -98,8 +98,9 @@ class Projection:
 class LossWeights:
     """Weights of the terms; a term of weight 0 costs nothing and asks for nothing.
 
-    loss = sum_i w_i (ce CE_i + tv |p_d - p_t|_1 + confidence BCE_i + kl KL(p_t || p_d) + base_ce CE_i(lm_head(h))) / divisor
+    loss = sum_i w_i (ce CE_i + tv |p_d - p_t|_1 + confidence BCE_i + kl KL(p_t || p_d) + base_ce CE_i(base)) / divisor
 
+    where base are the logits lm_head(h) without the correction and all else reads the corrected ones.
     DSpark: ce, tv, confidence (full L1, not halved). Domino: ``ce = 1 - lambda``, ``base_ce = lambda``. ModelOpt's
     DFlash distillation: kl (its value there leaves out the target's entropy, the gradient is the same).
     """
@@ -169,6 +170,7 @@ def gather_rows(output: BlockOutput, blocks: BlockBatch, target_hidden: Tensor |
 
     Args:
         output: of the draft pass over ``blocks``.
+        blocks: labels, weights and which slots are supervised.
         target_hidden: [B, S, D] the target's last hidden states; None if no term of the loss reads the target.
 
     Returns:
@@ -243,7 +245,17 @@ def check_inputs(rows: SlotRows, projection: Projection, weights: LossWeights, m
                 f"head_out is {tuple(projection.head_out.shape)}, which does not fit latents of width "
                 f"{rows.latents.shape[1]} and a vocabulary of {vocab}"
             )
-    if rows.target_index is not None and rows.target_index.shape != rows.labels.shape:
-        raise DataError(
-            f"target_index has shape {tuple(rows.target_index.shape)}, labels {tuple(rows.labels.shape)}: one index a row"
-        )
+    for name in ("labels", "weights", "slots", "blocks", "latents", "confidence", "target_index"):
+        value = getattr(rows, name)
+        if value is not None and value.shape[:1] != rows.hidden.shape[:1]:
+            raise DataError(
+                f"{name} has shape {tuple(value.shape)}, hidden {tuple(rows.hidden.shape)}: one entry a row"
+            )
+    size = None if projection.weight is None else projection.weight.shape[0]
+    if size is not None and rows.labels.device.type == "cpu" and rows.num_rows and not projection.vocab.sharded:
+        low, high = int(rows.labels.min()), int(rows.labels.max())
+        if low < 0 or high >= size:
+            raise DataError(
+                f"labels range from {low} to {high} but the vocabulary has {size} tokens: "
+                "tokenize the data with the target's tokenizer"
+            )
