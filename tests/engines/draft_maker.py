@@ -5,9 +5,11 @@ Legend: D hidden, R head rank, T taps, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +20,7 @@ def bigrams(sequences: Sequence[Sequence[int]]) -> dict[int, int]:
     """The most frequent successor of each token, ties to the smaller id."""
     counts: dict[int, dict[int, int]] = {}
     for tokens in sequences:
-        for previous, following in zip(tokens, tokens[1:]):
+        for previous, following in itertools.pairwise(tokens):
             row = counts.setdefault(previous, {})
             row[following] = row.get(following, 0) + 1
     return {previous: min(row, key=lambda token: (-row[token], token)) for previous, row in counts.items()}
@@ -39,10 +41,14 @@ def bigram_head(table: Mapping[int, int], vocab_size: int, rank: int, strength: 
     return w1, w2
 
 
-def write_dspark_draft(
+KINDS = ("dspark", "dflash_anchor_first", "dflash_bonus_anchor")
+
+
+def write_draft(
     directory: Path,
-    target_config: Mapping[str, object],
+    target_config: Mapping[str, Any],
     *,
+    kind: str = "dspark",
     block_size: int = 7,
     target_layer_ids: Sequence[int] = (9, 28),
     num_layers: int = 2,
@@ -52,18 +58,22 @@ def write_dspark_draft(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a random dense DSpark draft (vanilla head, confidence head) in DeepSpec's layout and return its directory.
+    """Write a random dense draft and return its directory.
 
-    With a bigram ``table`` the Markov head proposes those successors and the backbone only whispers, so that the target
-    accepts a good share; without one the backbone, the taps and the head all matter for every proposed token.
+    ``kind``: ``dspark`` (DeepSpec's layout, vanilla and confidence head), ``dflash_anchor_first`` (the same without
+    heads) or ``dflash_bonus_anchor`` (z-lab's layout). With a bigram ``table`` the Markov head proposes those
+    successors and the backbone only whispers, so that the target accepts a good share; without one the backbone, the
+    taps and the head all matter for every proposed token.
     """
+    if kind not in KINDS or (table and kind != "dspark"):
+        raise ValueError(f"kind is {kind!r}: use one of {KINDS}; a bigram table needs the head of 'dspark'")
     torch.manual_seed(seed)
-    hidden = int(target_config["hidden_size"])  # type: ignore[call-overload]
-    heads = int(target_config["num_attention_heads"])  # type: ignore[call-overload]
-    kv_heads = int(target_config["num_key_value_heads"])  # type: ignore[call-overload]
-    head_dim = int(target_config["head_dim"])  # type: ignore[call-overload]
-    mlp = int(target_config["intermediate_size"])  # type: ignore[call-overload]
-    vocab = int(target_config["vocab_size"])  # type: ignore[call-overload]
+    hidden = target_config["hidden_size"]
+    heads = target_config["num_attention_heads"]
+    kv_heads = target_config["num_key_value_heads"]
+    head_dim = target_config["head_dim"]
+    mlp = target_config["intermediate_size"]
+    vocab = target_config["vocab_size"]
 
     def linear(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns) / columns**0.5
@@ -91,18 +101,19 @@ def write_dspark_draft(
             "mlp.down_proj.weight": linear(hidden, mlp),
         }
         tensors |= {f"layers.{i}.{name}": value for name, value in layer.items()}
-    if table:
-        w1, w2 = bigram_head(table, vocab, markov_rank, strength=40.0)
-    else:
-        w1, w2 = torch.randn(vocab, markov_rank), torch.randn(vocab, markov_rank) / markov_rank**0.5
-    tensors |= {
-        "markov_head.markov_w1.weight": w1,
-        "markov_head.markov_w2.weight": w2,
-        "confidence_head.proj.weight": torch.randn(1, hidden + markov_rank) / (hidden + markov_rank) ** 0.5,
-        "confidence_head.proj.bias": torch.zeros(1),
-    }
+    if kind == "dspark":
+        if table:
+            w1, w2 = bigram_head(table, vocab, markov_rank, strength=40.0)
+        else:
+            w1, w2 = torch.randn(vocab, markov_rank), torch.randn(vocab, markov_rank) / markov_rank**0.5
+        tensors |= {
+            "markov_head.markov_w1.weight": w1,
+            "markov_head.markov_w2.weight": w2,
+            "confidence_head.proj.weight": torch.randn(1, hidden + markov_rank) / (hidden + markov_rank) ** 0.5,
+            "confidence_head.proj.bias": torch.zeros(1),
+        }
     rope = target_config["rope_parameters"]
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
@@ -117,25 +128,27 @@ def write_dspark_draft(
         "rms_norm_eps": target_config["rms_norm_eps"],
         "max_position_embeddings": target_config["max_position_embeddings"],
         "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],  # type: ignore[index]
+        "rope_theta": rope["rope_theta"],
         "attention_bias": False,
         "layer_types": ["full_attention"] * num_layers,
         "tie_word_embeddings": False,
         "block_size": block_size,
-        "mask_token_id": mask_token_id,
-        "target_layer_ids": list(target_layer_ids),
         "num_target_layers": target_config["num_hidden_layers"],
-        "markov_rank": markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "sample_from_anchor": True,
-        "dflash_config": {
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(target_layer_ids)},
+    }
+    if kind == "dflash_bonus_anchor":
+        config["architectures"] = ["DFlashDraftModel"]
+    else:
+        config |= {
             "mask_token_id": mask_token_id,
             "target_layer_ids": list(target_layer_ids),
-            "shift_label": True,
-        },
-    }
+            "markov_rank": markov_rank if kind == "dspark" else 0,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": kind == "dspark",
+            "confidence_head_with_markov": kind == "dspark",
+            "sample_from_anchor": True,
+        }
+        config["dflash_config"]["shift_label"] = True
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: value.to(dtype).contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Plain reading of a dense DSpark directory (DeepSpec layout, vanilla head), one block at a time, in any precision.
+"""Plain reading of a dense draft directory (DeepSpec's or z-lab's layout), one block at a time, in any precision.
 
 Written from the published layout alone, so that the engines' proposals can be checked without our own drafter.
 Legend: S context positions, K slots, D hidden, H heads, T taps, V vocabulary.
@@ -25,8 +25,8 @@ class ReferenceBlock:
     """K greedy draft tokens."""
     logits: Tensor
     """[K, V] with the Markov bias."""
-    confidence_logits: Tensor
-    """[K]"""
+    confidence_logits: Tensor | None
+    """[K]; None without a confidence head."""
 
     def margin(self) -> Tensor:
         """[K] distance between the best and the second best logit: below it, two roundings may disagree."""
@@ -41,37 +41,40 @@ class ReferenceDraft:
         self.target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype).eval()
         self.config = json.loads((draft_dir / "config.json").read_text(encoding="utf-8"))
         self.weights = {name: w.to(dtype) for name, w in load_file(draft_dir / "model.safetensors").items()}
-        if self.config["markov_head_type"] != "vanilla":
+        if self.config.get("markov_head_type", "vanilla") != "vanilla":
             raise ValueError(f"markov_head_type {self.config['markov_head_type']!r}: only 'vanilla' is read here")
+        self.bonus_anchor = self.config["architectures"] == ["DFlashDraftModel"]
 
     @torch.no_grad()
     def context(self, token_ids: list[int]) -> Tensor:
         """[S, D] projected target features of every position of a row."""
         states = self.target(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        taps = torch.cat([states[i + 1][0] for i in self.config["target_layer_ids"]], dim=-1)
+        taps = torch.cat([states[i + 1][0] for i in self.config["dflash_config"]["target_layer_ids"]], dim=-1)
         return self._norm(taps @ self.weights["fc.weight"].T, "hidden_norm.weight")
 
     @torch.no_grad()
     def propose(self, context: Tensor, anchor_token: int, num_draft_tokens: int) -> ReferenceBlock:
         """Draft after ``anchor_token``, which stands right behind the S context positions."""
-        start, slots = context.shape[0], num_draft_tokens
-        embed = self.target.get_input_embeddings()
-        hidden = embed(torch.tensor([anchor_token] + [self.config["mask_token_id"]] * (slots - 1)))
+        first = 1 if self.bonus_anchor else 0
+        start, slots = context.shape[0], num_draft_tokens + first
+        mask = self.config["dflash_config"]["mask_token_id"]
+        hidden = self.target.get_input_embeddings()(torch.tensor([anchor_token] + [mask] * (slots - 1)))
         positions = torch.arange(start + slots)
         for i in range(self.config["num_hidden_layers"]):
             hidden = self._layer(f"layers.{i}.", hidden, context, positions)
-        hidden = self._norm(hidden, "norm.weight")
-        base = hidden @ self.target.get_output_embeddings().weight.T
+        hidden = self._norm(hidden, "norm.weight")[first:]
+        logits = hidden @ self.target.get_output_embeddings().weight.T
+        if "markov_head.markov_w1.weight" not in self.weights:
+            return ReferenceBlock(logits.argmax(-1).tolist(), logits, None)
         w1, w2 = self.weights["markov_head.markov_w1.weight"], self.weights["markov_head.markov_w2.weight"]
-        tokens, logits, confidence = [anchor_token], [], []
-        for k in range(slots):
-            latent = w1[tokens[-1]]
-            logits.append(base[k] + w2 @ latent)
-            features = torch.cat([hidden[k], latent])
-            confidence.append(self.weights["confidence_head.proj.weight"][0] @ features)
-            tokens.append(int(logits[-1].argmax()))
-        bias = self.weights["confidence_head.proj.bias"]
-        return ReferenceBlock(tokens[1:], torch.stack(logits), torch.stack(confidence) + bias)
+        tokens, latents = [anchor_token], []
+        for k in range(num_draft_tokens):
+            latents.append(w1[tokens[-1]])
+            logits[k] += w2 @ latents[-1]
+            tokens.append(int(logits[k].argmax()))
+        features = torch.cat([hidden, torch.stack(latents)], dim=-1)
+        confidence = features @ self.weights["confidence_head.proj.weight"][0]
+        return ReferenceBlock(tokens[1:], logits, confidence + self.weights["confidence_head.proj.bias"])
 
     def _layer(self, prefix: str, hidden: Tensor, context: Tensor, positions: Tensor) -> Tensor:
         """One decoder layer: queries of the K slots, keys and values of context and slots, no mask among them."""

@@ -182,7 +182,7 @@ def main(request_path, reply_path):
 
 
 def spec_counters(llm):
-    """vLLM's own totals of verified drafts and accepted draft tokens since the engine started."""
+    """Totals of verified drafts and accepted draft tokens that vLLM itself counted since the engine started."""
     totals = {"num_drafts": 0, "num_accepted_tokens": 0}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
