@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from modelopt_spec.decoding.evaluate import evaluate
     from modelopt_spec.decoding.generate import generate
     from modelopt_spec.drafter.heads import CorrectionHead, register_head
-    from modelopt_spec.scheduling.calibrate import calibrate
+    from modelopt_spec.scheduling.api import calibrate
     from modelopt_spec.training.train import train
 
 _HOMES = {
     "CorrectionHead": "modelopt_spec.drafter.heads",
-    "calibrate": "modelopt_spec.scheduling.calibrate",
+    "calibrate": "modelopt_spec.scheduling.api",
     "convert": "modelopt_spec.conversion",
     "evaluate": "modelopt_spec.decoding.evaluate",
     "export": "modelopt_spec.checkpoints.export",

@@ -55,9 +55,12 @@ class TrainingSection(SpecConfig):
     model_config = ConfigDict(extra="allow")
 
     num_anchors: int = Field(default=64, ge=1, description="blocks cut from each row")
-    features: Literal["online", "memory"] = Field(
-        default="online", description="memory: keep a row's target features for later epochs (bf16)"
+    features: Literal["online", "memory", "cached"] = Field(
+        default="online",
+        description="online: run the target; memory: keep its features for later epochs; cached: keep them on disk",
     )
+    cache_dir: str | None = Field(default=None, description="directory of the cached features")
+    max_minutes: float | None = Field(default=None, gt=0, description="stop after this time, with the state saved")
     check_finite: bool = Field(default=True, description="stop with the row's index when a loss is not finite")
 
     @model_validator(mode="before")

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from modelopt_spec.checkpoints.store import restore, save
+from modelopt_spec.checkpoints.store import save
 from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.progress import progress
 from modelopt_spec.targets.load import load_target, load_tokenizer
 from modelopt_spec.training import run_checkpoints
-from modelopt_spec.training.features import MemoryFeatures, OnlineFeatures
+from modelopt_spec.training.features import FeatureSource, MemoryFeatures, OnlineFeatures
 from modelopt_spec.training.module import DraftTrainingModule
 from modelopt_spec.training.recipe import Recipe, load_recipe
 from modelopt_spec.training.trainer import DraftTrainer, IndexedRows, collator
@@ -118,6 +118,8 @@ def train(
     _attach(model, tokenizer, loaded, quiet=quiet)
     trainer = _trainer(model, tokenizer, data, loaded, arguments)
     started = time.time()
+    if loaded.training.max_minutes is not None:
+        trainer.add_callback(_Deadline(loaded.training.max_minutes))
     _run(trainer, checkpoint, quiet=quiet)
     save(model, output_dir / DRAFTER, overwrite=True, extra=trainer.provenance)
     report = _report(trainer, loaded, data, time.time() - started)
@@ -161,9 +163,7 @@ def _attach(model: nn.Module, tokenizer: Any, recipe: Recipe, *, quiet: bool) ->
 def _trainer(
     model: nn.Module, tokenizer: Any, data: Any, recipe: Recipe, arguments: TrainingArguments
 ) -> DraftTrainer:
-    drafter = model.drafter
-    online = OnlineFeatures(drafter.target, drafter.config.target_layer_ids or ())
-    source = MemoryFeatures(online) if recipe.training.features == "memory" else online
+    source = _feature_source(model, data, recipe)
     module = DraftTrainingModule(model, recipe.loss, recipe.training.num_anchors, source)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     return DraftTrainer(
@@ -175,6 +175,25 @@ def _trainer(
         eval_dataset=IndexedRows(data.validation) if data.validation is not None else None,
         data_collator=collator(pad),
     )
+
+
+def _feature_source(model: nn.Module, data: Any, recipe: Recipe) -> FeatureSource:
+    """The target itself, with or without memory, or a cache on disk that is written first if it is not there."""
+    drafter, section = model.drafter, recipe.training
+    layer_ids = drafter.config.target_layer_ids or ()
+    online = OnlineFeatures(drafter.target, layer_ids)
+    if section.features == "online":
+        return online
+    if section.features == "memory":
+        return MemoryFeatures(online)
+    from modelopt_spec.data import target_fingerprint, write_cache
+    from modelopt_spec.targets.cached import CachedFeatures
+
+    if section.cache_dir is None:
+        raise ConfigError("training.features is 'cached': name the directory of the cache in training.cache_dir")
+    identity = {**data.identity, "target": target_fingerprint(model), "data": data.train_report.fingerprint}
+    write_cache(drafter.target, data.train, layer_ids, section.cache_dir, identity)
+    return CachedFeatures(section.cache_dir, layer_ids, identity, fallback=online)
 
 
 def _run(trainer: DraftTrainer, checkpoint: Path | None, *, quiet: bool) -> None:
@@ -213,12 +232,3 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     temporary.replace(path)
 
-
-def load_trained(checkpoint: str | Path, target: str | None = None, **load: Any) -> tuple[nn.Module, Any]:
-    """Target with drafter and tokenizer from a checkpoint directory; ``target`` overrides the recorded one."""
-    from modelopt_spec.checkpoints.store import read_description
-
-    description = read_description(checkpoint)
-    name = target or description.get("recipe", {}).get("model", {}).get("name_or_path") or description["target"]
-    model = load_target(name, **load)
-    return restore(model, checkpoint), load_tokenizer(name)

@@ -1,0 +1,62 @@
+"""Open whatever holds a drafter: a checkpoint of this package, a run's directory, or an exported or published draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from modelopt_spec.checkpoints.importing import load_drafter
+from modelopt_spec.checkpoints.store import DESCRIPTION, read_description, restore
+from modelopt_spec.errors import CheckpointError
+from modelopt_spec.targets.load import load_target, load_tokenizer
+
+__all__ = ["open_checkpoint", "recorded_target"]
+
+CARD = "drafter_card.json"
+
+
+def recorded_target(checkpoint: str | Path) -> str:
+    """Name of the target that a directory says its drafter belongs to; empty if it says nothing."""
+    directory = Path(checkpoint)
+    if (directory / DESCRIPTION).is_file():
+        description = read_description(directory)
+        recipe = description.get("recipe") or {}
+        return str((recipe.get("model") or {}).get("name_or_path") or description.get("target") or "")
+    if (directory / CARD).is_file():
+        return str((json.loads((directory / CARD).read_text()).get("target") or {}).get("name") or "")
+    return ""
+
+
+def open_checkpoint(
+    checkpoint: str | Path, target: str | None = None, *, dtype: str = "auto", device: Any = None
+) -> tuple[nn.Module, Any]:
+    """A target with its drafter, and the tokenizer.
+
+    Args:
+        checkpoint: of :func:`modelopt_spec.save`, a run (its ``drafter`` directory or the run itself), or a draft in any
+            published layout.
+        target: name of the target; default the one that the checkpoint was trained for.
+        dtype: of the target; the drafter follows it, so that what is measured is what is served.
+
+    Raises:
+        CheckpointError: nothing readable is there, or the target is not known.
+    """
+    directory = Path(checkpoint)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory: name a checkpoint or an exported draft")
+    if not (directory / DESCRIPTION).is_file() and (directory / "drafter" / DESCRIPTION).is_file():
+        directory = directory / "drafter"
+    name = target or recorded_target(directory)
+    if not name:
+        raise CheckpointError(f"{directory} does not say which target it belongs to: pass target (--target)")
+    model = load_target(name, dtype=dtype, device=device)
+    if (directory / DESCRIPTION).is_file():
+        restore(model, directory)
+    else:
+        load_drafter(directory, model, quiet=True)
+    model.drafter.to(model.get_input_embeddings().weight.dtype)
+    model.drafter.eval()
+    return model, load_tokenizer(name)

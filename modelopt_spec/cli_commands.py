@@ -1,0 +1,246 @@
+"""The commands of `mtsp` beyond train and heads, in the order of the path from a trained drafter to an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from modelopt_spec import cli_data
+from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
+
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint (mtsp train), or an exported or published draft.")]
+Prompts = Annotated[list[Path], typer.Option("--prompts", help="JSONL prompt file; give it several times for more.")]
+DraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="K; default: the trained block.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")]
+Seed = Annotated[int, typer.Option("--seed")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a directory that is not empty.")]
+Scheduler = Annotated[Path | None, typer.Option("--scheduler", help="scheduler.json of `mtsp calibrate`/`profile`.")]
+
+
+def _open(checkpoint: Path, target: str | None, dtype: str, device: str | None) -> tuple[Any, Any]:
+    return call("checkpoints.opening:open_checkpoint", checkpoint, target, dtype=dtype, device=device_of(device))
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Argument(help="User message, rendered with the target's chat template.")],
+    target: Target = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    num_draft_tokens: DraftTokens = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    seed: Seed = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Generate one answer: the target's own tokens, with the drafter's help."""
+    model, tokenizer = _open(checkpoint, target, dtype, device)
+    result = call(
+        "decoding.answer:answer",
+        model,
+        tokenizer,
+        prompt,
+        raw=raw,
+        num_draft_tokens=num_draft_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+    )
+    typer.echo(result["text"])
+    rows = [[name, result[name]] for name in ("new_tokens", "rounds", "tau", "tokens_per_second")]
+    if not quiet:
+        print_table("", ["", ""], rows)
+    emit(result, json_path)
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    prompts: Prompts,
+    target: Target = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    num_draft_tokens: DraftTokens = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Give it several times.")] = None,
+    limit: Limit = None,
+    seed: Seed = 0,
+    baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="Measure plain decoding too.")] = True,
+    control: Annotated[bool, typer.Option("--control/--no-control", help="Shuffled features must lower tau.")] = True,
+    against: Annotated[Path | None, typer.Option("--against", help="Second checkpoint, compared prompt by prompt.")] = None,
+    scheduler: Scheduler = None,
+    rounds: Annotated[Path | None, typer.Option("--rounds", help="Write every round here (JSON lines).")] = None,
+    figure: Annotated[Path | None, typer.Option("--figure", help="Write a figure here.")] = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Measure accepted length in real rounds, on prompts that were not trained on."""
+    options = {
+        "num_draft_tokens": num_draft_tokens,
+        "max_new_tokens": max_new_tokens,
+        "temperatures": tuple(temperature or (0.0,)),
+        "limit": limit,
+        "seed": seed,
+        "quiet": quiet,
+    }
+    model, tokenizer = _open(checkpoint, target, dtype, device)
+    if against is not None:
+        other, _ = _open(against, target, dtype, device)
+        result = call("decoding.compare:compare_checkpoints", model, other, tokenizer, prompts, **options)
+    else:
+        result = call(
+            "decoding.evaluate:evaluate",
+            model,
+            tokenizer,
+            prompts,
+            baseline=baseline,
+            control=control,
+            scheduler=scheduler,
+            rounds_out=rounds,
+            **options,
+        )
+    if not quiet:
+        call("reports.evaluation:print_evaluation", result, console)
+    if figure is not None:
+        call("reports.evaluation:draw_evaluation", result, figure)
+    emit(result, json_path)
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    prompts: Prompts,
+    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path("scheduler.json"),
+    target: Target = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature, as served.")] = 0.0,
+    max_new_tokens: NewTokens = 256,
+    limit: Limit = None,
+    seed: Seed = 0,
+    bins: Annotated[int, typer.Option("--bins", help="Bins of the calibration error.")] = 15,
+    refine: Annotated[bool, typer.Option("--refine", help="Golden-section search after the grid.")] = False,
+    figure: Annotated[Path | None, typer.Option("--figure", help="Write the reliability diagram here.")] = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Calibrate the confidence head on real rounds of held-out prompts."""
+    model, tokenizer = _open(checkpoint, target, dtype, device)
+    report = call(
+        "scheduling.api:calibrate",
+        model,
+        tokenizer,
+        prompts,
+        out=out,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        seed=seed,
+        bins=bins,
+        refine=refine,
+        quiet=quiet,
+    )
+    if not quiet:
+        call("reports.scheduling:print_calibration", report, console)
+    if figure is not None:
+        call("reports.scheduling:draw_reliability", report, figure)
+    emit(report, json_path)
+
+
+def profile(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path("scheduler.json"),
+    target: Target = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    requests: Annotated[str, typer.Option("--requests", help="Batch sizes, comma separated.")] = "1,2,4,8,16",
+    contexts: Annotated[str, typer.Option("--contexts", help="Cached tokens a request, comma separated.")] = "256",
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Measure this machine's verification step time and write it as a cost table."""
+    model, tokenizer = _open(checkpoint, target, dtype, device)
+    numbers = [[int(part) for part in text.split(",")] for text in (requests, contexts)]
+    report = call(
+        "scheduling.api:profile", model, tokenizer, out=out, requests=numbers[0], contexts=numbers[1], quiet=quiet
+    )
+    if not quiet:
+        call("reports.scheduling:print_profile", report, console)
+    emit(report, json_path)
+
+
+def simulate(
+    rounds: Annotated[Path, typer.Argument(help="Round file of `mtsp evaluate --rounds`.")],
+    loads: Annotated[str, typer.Option("--loads", help="Concurrent requests (or requests/s), comma separated.")],
+    cost: Annotated[Path | None, typer.Option("--cost", help="Cost table: ours, SGLang's or TensorRT-LLM's.")] = None,
+    scheduler: Scheduler = None,
+    load: Annotated[str, typer.Option("--load", help="concurrency or rate.")] = "concurrency",
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="none, fixed:K, threshold:P, scheduler.")] = None,
+    figure: Annotated[Path | None, typer.Option("--figure", help="Write the throughput curves here.")] = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Simulate a serving engine: throughput against speed per user for each verification policy."""
+    options = {"policies": tuple(policy)} if policy else {}
+    report = call(
+        "scheduling.api:simulate",
+        rounds,
+        cost,
+        scheduler=scheduler,
+        loads=[float(part) for part in loads.split(",")],
+        load=load,
+        **options,
+    )
+    if not quiet:
+        call("reports.scheduling:print_simulation", report, console)
+    if figure is not None:
+        call("reports.scheduling:throughput_figure", report, figure)
+    emit(report, json_path)
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(help="Directory to write; it appears complete or not at all.")],
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="vllm, sglang, tensorrt_llm, llama.cpp.")] = None,
+    layout: Annotated[str | None, typer.Option("--layout", help="Published format; default: what the engines read.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Type of the written weights.")] = None,
+    scheduler: Scheduler = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Write a draft that engines load, and prove that it reads back the same."""
+    report = call(
+        "checkpoints.export:export",
+        checkpoint,
+        out,
+        engines=tuple(engine) if engine else None,
+        layout=layout,
+        dtype=dtype,
+        scheduler=scheduler,
+        overwrite=overwrite,
+        quiet=quiet,
+    )
+    emit(report.to_dict(), json_path)
+
+
+def engines(quiet: Quiet = False, json_path: Json = None) -> None:
+    """Show what each engine serves."""
+    table = call("checkpoints.engines:support_table")
+    if not quiet:
+        call("checkpoints.engines:print_support_table", table, console)
+    emit(table, json_path)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application, in the order of the path."""
+    path = [evaluate, generate, calibrate, profile, simulate, export, engines]
+    for command in path:
+        app.command()(command)
+    app.add_typer(cli_data.app, name="data")

@@ -1,0 +1,106 @@
+"""`mtsp data ...`: prepare, regenerate, inspect and cache training data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit, print_table
+
+app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
+
+Sources = Annotated[list[str], typer.Argument(help="JSONL or parquet files, directories, or `datasets` names.")]
+TargetName = Annotated[str, typer.Option("--target", help="Whose tokenizer and chat template.")]
+MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of a row.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="More data settings, key=value; repeatable.")]
+
+
+def _config(kind: str, values: dict[str, Any], settings: list[str] | None) -> Any:
+    from omegaconf import OmegaConf
+
+    from modelopt_spec.data import config
+
+    extra = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings or [])))
+    assert isinstance(extra, dict)
+    return getattr(config, kind)(**{**values, **extra})
+
+
+@app.command()
+def prepare(
+    sources: Sources,
+    out: Annotated[Path, typer.Option("--out", help="Directory of the prepared rows.")],
+    target: TargetName,
+    max_length: MaxLength = 2048,
+    settings: Settings = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Render, tokenize, mask, shuffle, deduplicate and split conversations once."""
+    config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
+    tokenizer = call("targets.load:load_tokenizer", target)
+    data = call("data:prepare", config, tokenizer, out, overwrite=overwrite, quiet=quiet)
+    if not quiet:
+        typer.echo(data.train_report.summary())
+    emit(data.train_report.to_dict(), json_path)
+
+
+@app.command()
+def regenerate(
+    prompts: Sources,
+    out: Annotated[Path, typer.Option("--out", help="JSONL file that answers are appended to.")],
+    server: Annotated[str | None, typer.Option("--server", help="OpenAI-compatible base URL; else in process.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name at the server, or target in process.")] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Let the target itself answer the prompts; a killed run goes on where it was."""
+    values: dict[str, Any] = {"prompts": tuple(prompts), "output": str(out)}
+    if server:
+        values["server"] = {"base_url": server, **({"model": model} if model else {})}
+    config = _config("RegenerateConfig", values, settings)
+    answerer = None if server else _local_model(model, config)
+    report = call("data:regenerate", config, answerer, quiet=quiet)
+    emit(vars(report), json_path)
+
+
+def _local_model(name: str | None, config: Any) -> Any:
+    from modelopt_spec.data.answering import LocalModel
+    from modelopt_spec.errors import ConfigError
+
+    if not name:
+        raise ConfigError("neither --server nor --model is given: name a server's URL, or the target to run in process")
+    model = call("targets.load:load_target", name, device=device_of(None))
+    tokenizer = call("targets.load:load_tokenizer", name)
+    return LocalModel(model, tokenizer, config.sampling, config.batch_size)
+
+
+@app.command()
+def inspect(
+    sources: Sources,
+    target: TargetName,
+    max_length: MaxLength = 2048,
+    rows: Annotated[int, typer.Option("--rows", help="Rows to show with their supervised tokens marked.")] = 2,
+    figure: Annotated[Path | None, typer.Option("--figure", help="Write histograms here.")] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Show what a drafter would be taught: marked rows, lengths, supervision, looping."""
+    config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
+    tokenizer = call("targets.load:load_tokenizer", target)
+    data = call("data:load_datasets", config, tokenizer, quiet=quiet)
+    result = call("data:inspect_rows", data.train, data.train_report)
+    if not quiet:
+        for index in range(min(rows, len(data.train))):
+            console.print(call("data:marked_row", data.train[index], tokenizer))
+            console.rule()
+        typer.echo(data.train_report.summary())
+        keys = ("samples", "tokens", "supervised_tokens", "looping_share")
+        print_table("data", ["", ""], [[key, result[key]] for key in keys if result.get(key) is not None])
+    if figure is not None:
+        call("reports.data:data_figure", result, figure)
+    emit(result, json_path)
