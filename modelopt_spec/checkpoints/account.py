@@ -83,6 +83,10 @@ class KeyReader:
         self.where = where
         self.allow_contradictions = allow_contradictions
         self.overruled: list[str] = []
+        self.contradictions: dict[str, str] = {}
+        """Our field -> how the places that say it disagree."""
+        self.last = ""
+        """The field that was looked up last: what a mistake that is noticed next is about."""
         self._entries: dict[str, Entry] = {}
 
     def peek(self, path: str, default: Any = None) -> Any:
@@ -100,6 +104,7 @@ class KeyReader:
         Raises:
             CheckpointError: it stands nowhere and has no default, two places disagree, or it cannot be converted.
         """
+        self.last = ours
         found = [(path, value) for path in paths if (value := self.peek(path, _MISSING)) not in (_MISSING, None)]
         if not found:
             for path in paths:
@@ -119,13 +124,19 @@ class KeyReader:
                     f"{self.where} contradicts itself: {first_path} is {first!r} but {path} is {other!r}. "
                     f"Correct the file, or accept {first_path} with allow_contradictions"
                 )
-                if not self.allow_contradictions:
-                    raise CheckpointError(message)
-                self.overruled.append(message)
+                self.contradict(ours, message)
         for path, given in found:
             same = path.rsplit(".", 1)[-1] == ours.rsplit(".", 1)[-1]
             self._entries[path] = Entry(path, "used" if same else "renamed", ours, given)
         return value
+
+    def contradict(self, ours: str, message: str) -> None:
+        """Note that the places which say our field ``ours`` disagree; an error unless that is allowed."""
+        self.last = ours
+        if not self.allow_contradictions:
+            raise CheckpointError(message)
+        self.contradictions[ours] = message
+        self.overruled.append(message)
 
     def _converted(self, path: str, value: Any, convert: Any) -> Any:
         if convert is None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from modelopt_spec.checkpoints.files import digest
 from modelopt_spec.checkpoints.safe_read import read_json
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES
 from modelopt_spec.errors import CheckpointError
@@ -34,7 +35,12 @@ def target_identity(model: nn.Module | None, name: str = "") -> dict[str, Any]:
     config = getattr(model, "config", None)
     shape = asdict(open_target(model).shape)
     shape["special_token_ids"] = list(shape["special_token_ids"])
-    return {"name": str(getattr(config, "name_or_path", "") or name), "class": type(model).__name__, "shape": shape}
+    return {
+        "name": str(getattr(config, "name_or_path", "") or name),
+        "class": type(model).__name__,
+        "shape": shape,
+        "facts": TargetFacts.of(model).as_dict(),
+    }
 
 
 def build_card(

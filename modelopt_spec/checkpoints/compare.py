@@ -12,8 +12,10 @@ from modelopt_spec.checkpoints.independent_reader import BlockResult, Independen
 from modelopt_spec.checkpoints.layouts.base import Draft
 from modelopt_spec.conventions import first_drafting_slot
 from modelopt_spec.drafter.drafter import Drafter, build_drafter
+from modelopt_spec.records import TargetFeatures
+from modelopt_spec.training.blocks import BlockSettings, make_blocks
 
-__all__ = ["Comparison", "StandIn", "compare_block", "draft_block", "rebuild"]
+__all__ = ["Comparison", "StandIn", "compare_block", "difference", "draft_block", "rebuild", "training_block"]
 
 
 class StandIn:
@@ -113,6 +115,43 @@ def draft_block(
 
 
 @torch.no_grad()
+def training_block(
+    drafter: Drafter,
+    taps: Tensor,
+    previous: list[int],
+    embed: Callable[[Tensor], Tensor],
+    base_logits: Callable[[Tensor], Tensor],
+) -> BlockResult:
+    """The same block through the pass that training runs, teacher-forced with ``previous`` (the anchor first).
+
+    Features at and behind the anchor are noise: a pass that sees them gives something else.
+    """
+    config = drafter.config
+    drafter.bind(_Bound(embed, base_logits))  # type: ignore[arg-type]
+    context, size = taps.shape[0], config.block_size
+    length = context + size + 2
+    noise = torch.randn(length - context, taps.shape[1], generator=torch.Generator().manual_seed(2))
+    row = torch.zeros(1, length, dtype=torch.long)
+    row[0, context : context + len(previous)] = torch.tensor(previous)
+    anchors = torch.tensor([[context]])
+    settings = BlockSettings(size, config.layout, drafter.mask_token_id, 1, None, False)
+    blocks = make_blocks(
+        row, torch.ones_like(row, dtype=torch.bool), anchors, torch.ones_like(anchors).bool(), settings
+    )
+    features = TargetFeatures(torch.cat([taps, noise]).unsqueeze(0).to(drafter.dtype))
+    output = drafter(features, blocks)
+    first = first_drafting_slot(config.layout)
+    hidden = output.hidden[0, 0]
+    base = drafter.base_logits(hidden[first:])
+    bias = torch.zeros_like(base)
+    if output.latents is not None and drafter.head is not None:
+        bias = drafter.head.out(output.latents[0, 0, first:])
+    confidence = None if output.confidence is None else output.confidence[0, 0, first:]
+    logits = base + bias
+    return BlockResult(hidden, bias, logits, logits.argmax(-1).tolist(), confidence)
+
+
+@torch.no_grad()
 def compare_block(
     drafter: Drafter,
     reader: IndependentDraft,
@@ -127,6 +166,11 @@ def compare_block(
     ours = draft_block(drafter, taps, anchor, embed, base_logits)
     previous = [anchor, *ours.tokens[:-1]]
     theirs = reader.block(taps, anchor, embed, base_logits, previous=previous, window_rule=window_rule)
+    return difference(ours, theirs, taps.shape[0])
+
+
+def difference(ours: BlockResult, theirs: BlockResult, context: int) -> Comparison:
+    """How far two computations of one block are apart, relative to the largest value of the first."""
 
     def relative(a: Tensor, b: Tensor) -> float:
         if a.shape != b.shape:
@@ -142,7 +186,7 @@ def compare_block(
         differences = (ours.confidence.double() - theirs.confidence.double()).abs() if same_shape else None
         confidence = float("inf") if differences is None else float(differences.max())
     return Comparison(
-        context=taps.shape[0],
+        context=context,
         hidden=relative(theirs.hidden, ours.hidden),
         logits=relative(theirs.logits, ours.logits),
         confidence=confidence,

@@ -22,9 +22,10 @@ from modelopt_spec.checkpoints.engines.base import drafts_of
 from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.layouts import Draft
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError
-from modelopt_spec.targets.base import open_target
 
 __all__ = ["CONTEXTS", "TOLERANCE", "ExportReport", "export", "prove"]
 
@@ -124,14 +125,14 @@ def export(
     """
     check_free(out, overwrite=overwrite)
     draft, target, provenance, source = _draft_of(model_or_checkpoint)
-    shape = open_target(model_or_checkpoint).shape if isinstance(model_or_checkpoint, nn.Module) else None
+    facts = TargetFacts.from_card(target)
     wanted = parse_dtype(dtype)
     if wanted is not None:
         draft = _cast(draft, wanted)
     _check_mask(draft)
-    plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=shape)
+    plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=facts)
     with atomic_directory(out, overwrite) as directory:
-        files = write_draft(draft, plan, directory, target=str(target.get("name", "")), max_shard_bytes=max_shard_bytes)
+        files = write_draft(draft, plan, directory, target=facts, max_shard_bytes=max_shard_bytes)
         comparisons = prove(draft, directory)
         notes = list(plan.notes)
         if scheduler is not None:
@@ -149,6 +150,7 @@ def export(
         card["files"] = {name: digest(directory / name) for name in files}
         card["proof"] = {"contexts": [c.context for c in comparisons], "worst": max(c.worst for c in comparisons)}
         write_json(directory / CARD, card)
+        _preflight(directory, model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else None)
     path = Path(out)
     report = ExportReport(
         path=path,
@@ -159,7 +161,7 @@ def export(
         files=(*files, CARD),
         parameters=sum(t.numel() for t in draft.tensors.values() if t.is_floating_point()),
         comparisons=comparisons,
-        launch=plan.launch(target.get("name") or "TARGET", str(path)),
+        launch=plan.launch(facts.name or "TARGET", str(path)),
         notes=tuple(notes),
     )
     if not quiet:
@@ -168,7 +170,12 @@ def export(
 
 
 def write_draft(
-    draft: Draft, plan: ExportPlan, directory: Path, *, target: str = "", max_shard_bytes: int | None = None
+    draft: Draft,
+    plan: ExportPlan,
+    directory: Path,
+    *,
+    target: TargetFacts = NO_TARGET,
+    max_shard_bytes: int | None = None,
 ) -> list[str]:
     """Write ``config.json`` and the weights of a draft in a plan's layout; returns the file names."""
     limits = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
@@ -239,6 +246,17 @@ def _check_mask(draft: Draft) -> None:
         raise CheckpointError(
             "mask_token_id is not set, and engines need it: call drafter.set_mask_token(tokenizer), or convert with one"
         )
+
+
+def _preflight(directory: Path, target: nn.Module | None) -> None:
+    """Refuse to let a directory appear that would be served otherwise than it was trained."""
+    from modelopt_spec.checkpoints.preflight import check
+
+    whole = target if hasattr(target, "get_input_embeddings") else None
+    report = check(directory, whole)
+    if not report.ok:
+        reasons = "; ".join(f"{fact.name}: {fact.note}" for fact in report.facts if fact.bad)
+        raise CheckpointError(f"the preflight of what was written fails, nothing was kept. {reasons}")
 
 
 def _write_scheduler(file: Path, directory: Path, files: list[str], gamma: int, out: str) -> list[str]:

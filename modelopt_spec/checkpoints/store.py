@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modelopt_spec.checkpoints.atomic import atomic_directory
+from modelopt_spec.checkpoints.card import target_identity
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES, convert
 from modelopt_spec.drafter.drafter import Drafter
@@ -89,7 +90,8 @@ def save(model: nn.Module, path: str | Path, *, overwrite: bool = False, extra: 
     drafter = _drafter_of(model)
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
     with atomic_directory(Path(path), overwrite=overwrite) as directory:
-        write_drafter(drafter, directory, target=name, extra=extra)
+        identity = {"target_identity": target_identity(model, name)}
+        write_drafter(drafter, directory, target=name, extra={**identity, **(extra or {})})
     return Path(path)
 
 

@@ -22,6 +22,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash_bonus": ("dflash", {"layout": "bonus_anchor"}),
     "domino": ("domino", {"head": {"rank": 6, "gru_hidden_dim": 10}}),
     "domino_bonus": ("domino", {"head": {"rank": 6, "gru_hidden_dim": 10}, "layout": "bonus_anchor"}),
+    "reduced": ("dspark", {"head": {"rank": 6}, "draft_vocab_size": 40}),
+    "reduced_dflash": ("dflash", {"layout": "bonus_anchor", "draft_vocab_size": 40}),
     "window": (
         "dspark",
         {"head": {"rank": 6}, "backbone": {"sliding_window": 9, "window_rule": "query", "causal": True}},
@@ -80,6 +82,10 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
         for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.copy_(noise + (1.0 if "norm" in name else 0.0))
+        table = getattr(module, "d2t", None)
+        if table is not None:
+            kept = torch.randperm(97, generator=generator)[: len(table)].sort().values
+            table.copy_(kept - torch.arange(len(table)))
 
 
 def converted(case: str = "vanilla", *, seed: int = 0, target: str = "llama", **changes: Any) -> nn.Module:

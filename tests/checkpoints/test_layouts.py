@@ -12,10 +12,12 @@ from modelopt_spec.checkpoints.files import write_tensors
 from modelopt_spec.checkpoints.importing import canonical, import_checkpoint, load_drafter, read_draft
 from modelopt_spec.checkpoints.layouts import LAYOUTS, get_layout
 from modelopt_spec.checkpoints.store import restore
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoints.drafts import CASES, cached_draft
 from tests.tiny import tiny
 
+TARGET = TargetFacts(name="some/target", known=True)
 PAIRS = [(layout, case) for layout in LAYOUTS for case in CASES]
 
 
@@ -23,7 +25,7 @@ def written(tmp_path, layout, case="vanilla"):
     draft = cached_draft(case)
     plan = ExportPlan(draft.config, get_layout(layout), (), {})
     tmp_path.mkdir(exist_ok=True)
-    write_draft(draft, plan, tmp_path, target="some/target")
+    write_draft(draft, plan, tmp_path, target=TARGET)
     return draft
 
 
@@ -52,7 +54,7 @@ def test_writing_and_reading_are_inverse(tmp_path, layout, case):
     assert not imported.account.overruled
     plan = ExportPlan(imported.draft.config, imported.layout, (), {})
     (tmp_path / "b").mkdir()
-    write_draft(imported.draft, plan, tmp_path / "b", target="some/target")
+    write_draft(imported.draft, plan, tmp_path / "b", target=TARGET)
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
     ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in "ab")
     assert set(ours) == set(theirs)

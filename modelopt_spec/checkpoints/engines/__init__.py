@@ -13,9 +13,10 @@ from modelopt_spec.checkpoints.engines.sglang import SGLang
 from modelopt_spec.checkpoints.engines.tensorrt_llm import TensorRTLLM
 from modelopt_spec.checkpoints.engines.vllm import VLLM
 from modelopt_spec.checkpoints.layouts import LAYOUTS, Layout, default_layout, get_layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import UnsupportedError, nearest
-from modelopt_spec.targets.base import TargetShape
 
 __all__ = ["ENGINES", "Engine", "ExportPlan", "Serving", "get_engine", "plan_export"]
 
@@ -56,9 +57,9 @@ def plan_export(
     *,
     layout: str | None = None,
     dtype: torch.dtype = torch.float32,
-    target: TargetShape | None = None,
+    target: TargetFacts = NO_TARGET,
 ) -> ExportPlan:
-    """Choose the layout that all named engines read; with none named, the one that most engines read.
+    """Choose the layout that all named engines read; with none named, the usual one for this kind of drafter.
 
     Raises:
         UnsupportedError: an engine serves this drafter in no layout, two engines share none, or the layout cannot
@@ -78,6 +79,8 @@ def plan_export(
         return [name for name, reason in verdicts[candidate.name].items() if reason is None]
 
     best = max(candidates, key=lambda candidate: len(served(candidate)))
+    if named is None and served(candidates[0]):
+        best = candidates[0]
     if named is not None and len(served(best)) < len(named):
         raise UnsupportedError(_why_not(named, candidates, verdicts))
     refused = {name: reason for name, reason in verdicts[best.name].items() if reason is not None}

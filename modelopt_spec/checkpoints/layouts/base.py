@@ -16,11 +16,14 @@ from torch import Tensor
 
 from modelopt_spec.checkpoints.account import Entry, KeyReader
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError, UnsupportedError, nearest
 
-__all__ = ["SHARED", "Draft", "Layout", "expected_shapes"]
+__all__ = ["NO_TARGET", "SHARED", "Draft", "Layout", "expected_shapes"]
 
+NO_TARGET = TargetFacts()
+"""A target that scales nothing and has no name."""
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 """The target's modules, which a draft may carry a copy of."""
 
@@ -57,8 +60,8 @@ class Layout(ABC):
         """Our config from the file's keys (and tensor shapes, where a key is missing)."""
 
     @abstractmethod
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
-        """The keys of ``config.json`` without ``dtype``; ``target`` is the target's name, which some formats record."""
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
+        """The keys of ``config.json`` without ``dtype``."""
 
     def refuses(self, config: DrafterConfig) -> str | None:
         """Why a drafter cannot be written in this layout, with the nearest thing that can; None if it can."""

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
 from modelopt_spec.checkpoints.layouts.dense_keys import read_draft_keys, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.layouts.zlab import flash_config
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import ConfidenceConfig, DFlashConfig, DrafterConfig, DSparkConfig, HeadConfig
 from modelopt_spec.conventions import BlockLayout
 
@@ -46,7 +47,7 @@ class DeepSpecLayout(Layout):
             return f"has no {config.head.type!r} head; {other}"
         return None
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """Every key that a reader may look up, none left to a default."""
         anchor_first = config.layout == BlockLayout.ANCHOR_FIRST
         rank = 0 if config.head.type == "none" else config.head.rank
@@ -60,7 +61,7 @@ class DeepSpecLayout(Layout):
             "confidence_head_with_markov": config.confidence.enabled and config.confidence.with_markov,
             "sample_from_anchor": anchor_first,
         }
-        nested = {**flash_config(config), "shift_label": anchor_first, "sample_from_anchor": anchor_first}
+        nested = {**flash_config(config, target), "shift_label": anchor_first, "sample_from_anchor": anchor_first}
         if config.draft_vocab_size is not None:
             draft_keys["draft_vocab_size"] = config.draft_vocab_size
         return {

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
 from modelopt_spec.checkpoints.layouts.dense_keys import read_draft_keys, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.layouts.zlab import flash_config
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DominoConfig, DrafterConfig, HeadConfig
 from modelopt_spec.conventions import BlockLayout
 
@@ -45,7 +46,7 @@ class DominoLayout(Layout):
             return "has no confidence head; train without one"
         return None
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """Head keys nested; ``emb_dim`` also at the top level, where it must agree."""
         keys = {
             "architectures": [self.architecture],
@@ -56,7 +57,7 @@ class DominoLayout(Layout):
             "block_size": config.block_size,
             "emb_dim": config.head.rank,
             "dflash_config": {
-                **flash_config(config),
+                **flash_config(config, target),
                 "projector_type": "domino",
                 "shift_label": config.layout == BlockLayout.ANCHOR_FIRST,
                 "pure_draft_prefix_len": config.head.pure_draft_prefix_len,

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
 from modelopt_spec.checkpoints.layouts.deepspec import read_dspark
 from modelopt_spec.checkpoints.layouts.dense_keys import sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import write_backbone
 from modelopt_spec.checkpoints.layouts.zlab import flash_config
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conventions import BlockLayout
 
@@ -64,7 +65,7 @@ class ModelOptLayout(Layout):
             return "has no confidence head without the Markov embedding; use layout 'deepspec'"
         return None
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """As its own exporter writes it."""
         return {
             "architectures": ["DFlashDraftModel"],
@@ -74,7 +75,7 @@ class ModelOptLayout(Layout):
             "num_target_layers": config.num_target_layers,
             "block_size": config.block_size,
             "dflash_config": {
-                **flash_config(config),
+                **flash_config(config, target),
                 "projector_type": "dspark",
                 "shift_label": True,
                 "markov_rank": config.head.rank,

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
 from modelopt_spec.checkpoints.layouts.modelopt import flat_to_ours, ours_to_flat
 from modelopt_spec.checkpoints.safe_read import TensorEntry, read_plain_state
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import (
     BackboneConfig,
     ConfidenceConfig,
@@ -48,7 +49,7 @@ class ModelOptTrainingLayout(Layout):
         """Never written."""
         return "is what nvidia-modelopt's own trainer saves, and only read here; use layout 'modelopt'"
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """Never called: :meth:`refuses` says no."""
         raise CheckpointError(f"layout {self.name!r} is only read")
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET
 from modelopt_spec.checkpoints.layouts.deepspec import DeepSpecLayout, read_dspark
 from modelopt_spec.checkpoints.layouts.dense_keys import layer_ids
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conventions import aux_layer_id, tap_from_aux_layer_id
-from modelopt_spec.errors import CheckpointError
 
 __all__ = ["NemotronLayout"]
 
@@ -32,9 +33,9 @@ class NemotronLayout(DeepSpecLayout):
         """DeepSpec's architecture with aux ids at the top level."""
         return super().recognises(config, entries) and _AUX in config
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """DeepSpec's keys and the aliases."""
-        keys = super().write_config(config)
+        keys = super().write_config(config, target=target)
         keys[_AUX] = [aux_layer_id(i) for i in config.target_layer_ids or ()]
         keys["has_embed_tokens"] = False
         keys["has_lm_head"] = config.draft_vocab_size is not None
@@ -53,8 +54,6 @@ class NemotronLayout(DeepSpecLayout):
                 f"{keys.where} contradicts itself: {_AUX} {list(aux)} means layer outputs {list(taps)}, but "
                 f"target_layer_ids is {list(written)}"
             )
-            if not keys.allow_contradictions:
-                raise CheckpointError(message)
-            keys.overruled.append(message)
+            keys.contradict("target_layer_ids", message)
         keys.ignore("says what the file carries", "has_embed_tokens", "has_lm_head")
         return read_dspark(keys, entries)

@@ -89,9 +89,7 @@ def read_rope(keys: KeyReader, prefix: str = "") -> dict[str, Any]:
             f"{keys.where} contradicts itself: rope_parameters says {parts['rope_parameters']} but rope_scaling says "
             f"{parts['rope_scaling']}"
         )
-        if not keys.allow_contradictions:
-            raise CheckpointError(message)
-        keys.overruled.append(message)
+        keys.contradict("rope_parameters", message)
     partial = keys.get(
         "rope share", f"{prefix}partial_rotary_factor", f"{prefix}rope_parameters.partial_rotary_factor", default=1.0
     )
@@ -151,6 +149,8 @@ def read_backbone(
         raise CheckpointError(f"{keys.where}: {nested}attention_value_scale is not supported; only 1.0 is")
     if keys.get("rotary style", f"{prefix}is_neox_style", f"{prefix}rope_is_neox_style", default=True) is not True:
         raise CheckpointError(f"{keys.where}: an interleaved rotary embedding (is_neox_style false) is not supported")
+    scales = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+    keys.ignore("the target's own module scales", *(nested + key for key in scales))
     keys.ignore("no effect on the draft", *(prefix + key for key in NEUTRAL_KEYS))
     keys.ignore("no effect on the draft", "tie_word_embeddings", f"{prefix}tie_word_embeddings")
     return BackboneConfig(**{**fields, **(known or {})})

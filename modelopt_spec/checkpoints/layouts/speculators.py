@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import Draft, Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Draft, Layout
 from modelopt_spec.checkpoints.layouts.dense_keys import layer_ids, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import ConfidenceConfig, DFlashConfig, DrafterConfig, DSparkConfig, HeadConfig
 from modelopt_spec.conventions import BlockLayout, aux_layer_id, first_drafting_slot, tap_from_aux_layer_id
-from modelopt_spec.errors import CheckpointError
 
 __all__ = ["SpeculatorsLayout"]
 
@@ -62,7 +62,7 @@ class SpeculatorsLayout(Layout):
             config.head.type == "none" and config.layout == BlockLayout.BONUS_ANCHOR and not config.confidence.enabled
         )
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """Its own fields, the Qwen3 keys inside, and the proposal that says how many tokens a block drafts."""
         dflash = self._is_dflash(config)
         backbone = config.backbone
@@ -80,7 +80,7 @@ class SpeculatorsLayout(Layout):
                         "speculative_tokens": config.block_size - first_drafting_slot(config.layout),
                     }
                 ],
-                "verifier": {"name_or_path": target, "architectures": []},
+                "verifier": {"name_or_path": target.name, "architectures": []},
             },
             "transformer_layer_config": {
                 "model_type": "qwen3",
@@ -156,9 +156,7 @@ class SpeculatorsLayout(Layout):
             written = methods[0].get("speculative_tokens")
             if written not in (None, drafts):
                 message = f"{keys.where} contradicts itself: speculative_tokens {written}, but a block drafts {drafts}"
-                if not keys.allow_contradictions:
-                    raise CheckpointError(message)
-                keys.overruled.append(message)
+                keys.contradict("block_size", message)
 
     def file_name(self, ours: str) -> str:
         """Names are ours."""

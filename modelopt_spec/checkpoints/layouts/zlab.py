@@ -9,18 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
 from modelopt_spec.checkpoints.layouts.dense_keys import read_draft_keys, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.safe_read import TensorEntry
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import ConfidenceConfig, DFlashConfig, DrafterConfig
 from modelopt_spec.conventions import BlockLayout
 
 __all__ = ["ZLabLayout", "flash_config"]
 
 
-def flash_config(config: DrafterConfig) -> dict[str, Any]:
-    """The ``dflash_config`` entries that say taps, mask, window, causality and sink."""
+def flash_config(config: DrafterConfig, target: TargetFacts) -> dict[str, Any]:
+    """The ``dflash_config`` entries that say taps, mask, window, causality and sink, and how the target scales."""
     backbone = config.backbone
     nested: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
@@ -32,6 +33,12 @@ def flash_config(config: DrafterConfig) -> dict[str, Any]:
         nested["swa_window_size"] = backbone.sliding_window
     if backbone.attention_sink:
         nested["attention_sink_bias"] = True
+    if target.embedding_scale != 1.0:
+        nested["input_embedding_scale"] = target.embedding_scale
+    if target.logit_scale != 1.0:
+        nested["output_multiplier"] = target.logit_scale
+    if target.logit_softcapping is not None:
+        nested["final_logit_softcapping"] = target.logit_softcapping
     return nested
 
 
@@ -63,7 +70,7 @@ class ZLabLayout(Layout):
             return "has no confidence head; use layout 'deepspec', or train without one"
         return None
 
-    def write_config(self, config: DrafterConfig, *, target: str = "") -> dict[str, Any]:
+    def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
         """Backbone at the top level, draft keys nested."""
         keys = {
             "architectures": ["DFlashDraftModel"],
@@ -72,7 +79,7 @@ class ZLabLayout(Layout):
             **write_backbone(config.backbone),
             "num_target_layers": config.num_target_layers,
             "block_size": config.block_size,
-            "dflash_config": flash_config(config),
+            "dflash_config": flash_config(config, target),
         }
         if config.target_hidden_size != config.backbone.hidden_size:
             keys["target_hidden_size"] = config.target_hidden_size
