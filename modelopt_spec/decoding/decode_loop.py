@@ -156,13 +156,13 @@ class DecodeLoop:
         """Draft, verify, commit."""
         start = time.perf_counter()
         positions = [len(self._prompts[row]) + len(self.outputs[row]) - 1 for row in self._rows]
-        room = [self._stops.room(self.outputs[row]) - 1 for row in self._rows]
+        most = [min(self._stops.room(self.outputs[row]) - 1, self._drafting.num_draft_tokens) for row in self._rows]
         block = None
-        if max(room) > 0 and getattr(self._scheduler, "speculates", True):
-            block = self._drafting.draft(self._anchors, self._rows)
+        if max(most) > 0 and getattr(self._scheduler, "speculates", True):
+            block = self._drafting.draft(self._anchors, self._rows, most)
         self.timings.draft += time.perf_counter() - start
 
-        lengths = self._lengths(block, room, positions)
+        lengths = self._lengths(block, most, positions)
         width = max(lengths)
         ids = self._anchors.unsqueeze(1)
         if block is not None and width:
@@ -184,11 +184,10 @@ class DecodeLoop:
             self._session.keep(counts, host)
         self._settle(running, passed.taps, counts, host, verdict.next_token)
 
-    def _lengths(self, block: DraftBlock | None, room: list[int], positions: list[int]) -> list[int]:
-        """Draft tokens of each row that go to the target."""
+    def _lengths(self, block: DraftBlock | None, most: list[int], positions: list[int]) -> list[int]:
+        """Draft tokens of each row that go to the target, at most ``most``."""
         if block is None:
-            return [0] * len(room)
-        most = [min(self._drafting.num_draft_tokens, free) for free in room]
+            return [0] * len(most)
         if self._scheduler is None:
             return most
         chosen = self._scheduler.lengths(
@@ -204,12 +203,11 @@ class DecodeLoop:
     ) -> tuple[Verdict, Tensor | None]:
         """The decision and, when sampling, the target's processed distributions [R, n+1, V]."""
         width = sent.shape[1]
-        ragged = None if min(lengths) == width else torch.tensor(lengths, device=logits.device)
         if self._sampling.greedy:
-            return verify_greedy(logits, sent, ragged), None
+            return verify_greedy(logits, sent, lengths), None
         p = probabilities(logits, self._sampling)
         q = p[:, :0] if block is None or block.probabilities is None else block.probabilities[:, :width]
-        return verify_sampled(p, q, sent, self._random, self._rows, ragged), p
+        return verify_sampled(p, q, sent, self._random, self._rows, lengths), p
 
     def _commit(self, new: list[list[int]]) -> tuple[list[int], list[int]]:
         """Append tokens to the outputs: indices of the rows that go on, and how many tokens each row kept."""

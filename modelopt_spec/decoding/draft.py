@@ -86,10 +86,16 @@ class BlockDrafter:
         """Keep these rows only."""
         self.cache.select(rows)
 
-    def draft(self, anchors: Tensor, rows: Sequence[int]) -> DraftBlock:
-        """Draft m tokens behind the anchors [R]; ``rows`` are the rows' indices in the source of chance."""
+    def draft(self, anchors: Tensor, rows: Sequence[int], limits: Sequence[int]) -> DraftBlock:
+        """Draft m tokens behind the anchors [R].
+
+        Args:
+            anchors: [R] last committed token of each row.
+            rows: [R] the rows' indices in the source of chance.
+            limits: [R] draft tokens that a row can use; those behind them are padding.
+        """
         hidden, confidence_hidden, base = self.backbone(anchors)
-        tokens, drawn_from = self.sequential(anchors, hidden, base, rows)
+        tokens, drawn_from = self.sequential(anchors, hidden, base, rows, limits)
         prev_ids = torch.cat([anchors.unsqueeze(1), tokens[:, :-1]], dim=1)
         confidence = self.drafter.confidence(confidence_hidden, prev_ids)
         return DraftBlock(tokens, drawn_from, confidence, hidden, prev_ids)
@@ -104,7 +110,7 @@ class BlockDrafter:
         return hidden, confidence_hidden, self.drafter.base_logits(hidden)
 
     def sequential(
-        self, anchors: Tensor, hidden: Tensor, base: Tensor, rows: Sequence[int]
+        self, anchors: Tensor, hidden: Tensor, base: Tensor, rows: Sequence[int], limits: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """The part that waits for each token: [R, m] tokens and, when sampling, [R, m, V] what they were drawn from."""
         head = self.drafter.head
@@ -122,7 +128,7 @@ class BlockDrafter:
                 logits = base[:, k] if latent is None or head is None else base[:, k] + head.out(latent)
                 distribution = self._spread(probabilities(logits, self.sampling))
                 distributions.append(distribution)
-                previous = self.random.categorical(distribution, rows)
+                previous = self.random.categorical(distribution, rows, [limit > k for limit in limits])
             tokens.append(previous)
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else None
 

@@ -134,7 +134,7 @@ def generate(
             f"scheduler is for blocks of {scheduler.gamma} draft tokens, but {count} are drafted: calibrate one for "
             f"{count}, or pass num_draft_tokens={scheduler.gamma}"
         )
-    prompts = _unpad(input_ids, attention_mask, settings, pad_token_id)
+    prompts = _unpad(input_ids, attention_mask, settings)
     if hasattr(streamer, "put") and len(prompts) > 1:
         raise ConfigError("a transformers streamer takes one prompt at a time: pass a function of (row, new_tokens)")
     random = random or RowRandom(len(prompts), seed, generator)
@@ -203,15 +203,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _unpad(
-    input_ids: Tensor, attention_mask: Tensor | None, settings: Settings, pad_token_id: int | None
-) -> list[list[int]]:
+def _unpad(input_ids: Tensor, attention_mask: Tensor | None, settings: Settings) -> list[list[int]]:
     """Prompts without their padding."""
     if attention_mask is None:
-        pad = settings.pad_token_id
-        known = pad_token_id is not None or pad not in settings.eos_token_ids
-        holds_pad = len(input_ids) > 1 and known and bool((input_ids == pad).any())
-        attention_mask = (input_ids != pad) if holds_pad else torch.ones_like(input_ids)
+        attention_mask = torch.ones_like(input_ids)
+        if settings.pad_marks_padding and len(input_ids) > 1:
+            attention_mask = (input_ids != settings.pad_token_id).long()
     if attention_mask.shape != input_ids.shape:
         raise DataError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: "

@@ -33,7 +33,7 @@ class PrunedArgmax:
 
     @staticmethod
     def pays(out: nn.Module, batch_size: int) -> bool:
-        """Whether the search is faster than calling the module: one row, a CPU, a plain matrix larger than its caches."""
+        """Whether the search is faster than calling the module: one row on a CPU, a plain and large matrix."""
         if not (batch_size == 1 and is_plain_linear(out)):
             return False
         weight = out.weight

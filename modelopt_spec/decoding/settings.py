@@ -73,6 +73,8 @@ class Settings:
     """Tokens that end an output; empty to go on until the limit."""
     pad_token_id: int
     """Fills the rows of the result behind their ends."""
+    pad_marks_padding: bool
+    """Whether that token in a prompt can be taken for padding: it was given, and it is no end-of-text token."""
     stop_strings: tuple[str, ...] = ()
 
 
@@ -155,5 +157,6 @@ def resolve_settings(
     strings = (strings,) if isinstance(strings, str) else tuple(strings)
     if any(not text for text in strings):
         raise ConfigError("stop_strings holds an empty string, which would stop at once: remove it")
-    pad = _first(pad_token_id, config.pad_token_id, min(eos, default=None), 0)
-    return Settings(int(limit), sampling, eos, int(pad), strings)
+    given = _first(pad_token_id, config.pad_token_id)
+    pad = int(_first(given, min(eos, default=None), 0))
+    return Settings(int(limit), sampling, eos, pad, given is not None and pad not in eos, strings)

@@ -36,20 +36,21 @@ class Verdict:
         return tokens.scatter(1, self.accepted.unsqueeze(1).clamp(max=width), self.next_token.unsqueeze(1))
 
 
-def _leading(stands: Tensor, lengths: Tensor | None) -> Tensor:
+def _leading(stands: Tensor, lengths: Sequence[int]) -> Tensor:
     """[R, n] bool -> [R] number of leading true entries among the first lengths[r]."""
-    if lengths is not None:
-        stands = stands & (torch.arange(stands.shape[1], device=stands.device) < lengths.unsqueeze(1))
+    if lengths and min(lengths) < stands.shape[1]:
+        limit = torch.tensor(lengths, device=stands.device).unsqueeze(1)
+        stands = stands & (torch.arange(stands.shape[1], device=stands.device) < limit)
     return stands.long().cumprod(1).sum(1)
 
 
-def verify_greedy(logits: Tensor, draft_tokens: Tensor, lengths: Tensor | None = None) -> Verdict:
+def verify_greedy(logits: Tensor, draft_tokens: Tensor, lengths: Sequence[int]) -> Verdict:
     """Keep what the target's argmax confirms.
 
     Args:
         logits: [R, n+1, V] the target's, at the anchor and at each draft token.
         draft_tokens: [R, n].
-        lengths: [R] draft tokens of each row that count, at most n; None for all.
+        lengths: [R] draft tokens of each row that count, at most n.
     """
     best = logits.argmax(-1)
     accepted = _leading(best[:, :-1] == draft_tokens, lengths)
@@ -62,7 +63,7 @@ def verify_sampled(
     draft_tokens: Tensor,
     random: RowRandom,
     rows: Sequence[int],
-    lengths: Tensor | None = None,
+    lengths: Sequence[int],
 ) -> Verdict:
     """Exact speculative sampling.
 
@@ -72,13 +73,13 @@ def verify_sampled(
         draft_tokens: [R, n].
         random: the source of chance.
         rows: [R] the rows' indices in it.
-        lengths: [R] draft tokens of each row that count, at most n; the row's next token then comes from p there.
+        lengths: [R] draft tokens of each row that count, at most n; behind them the row's next token comes from p.
     """
     count = draft_tokens.shape[1]
     if count:
         chosen = draft_tokens.unsqueeze(-1)
         p_token, q_token = p[:, :-1].gather(-1, chosen).squeeze(-1), q.gather(-1, chosen).squeeze(-1)
-        accepted = _leading(random.accept((p_token / q_token).clamp(max=1), rows), lengths)
+        accepted = _leading(random.accept((p_token / q_token).clamp(max=1), rows, lengths), lengths)
     else:
         accepted = torch.zeros(p.shape[0], dtype=torch.long, device=p.device)
     at = accepted.view(-1, 1, 1)
@@ -86,7 +87,7 @@ def verify_sampled(
     if not count:
         return Verdict(accepted, random.categorical(target, rows))
     draft = q.take_along_dim(at.clamp(max=count - 1), dim=1).squeeze(1)
-    rejected = accepted < (count if lengths is None else lengths)
+    rejected = accepted < torch.tensor(lengths, device=accepted.device)
     residual = (target - draft).clamp(min=0)
     # p and q may agree up to rounding; a rejection then has probability of rounding size and p itself is as good
     use = rejected & (residual.sum(-1) > 0)

@@ -35,9 +35,7 @@ def plain(model, ids: torch.Tensor, mask: torch.Tensor, count: int) -> list[list
 
 
 def whole(ids: torch.Tensor, mask: torch.Tensor, result) -> list[list[int]]:
-    return [
-        [*row[keep.bool()].tolist(), *output] for row, keep, output in zip(ids, mask, result.outputs, strict=True)
-    ]
+    return [[*row[keep.bool()].tolist(), *output] for row, keep, output in zip(ids, mask, result.outputs, strict=True)]
 
 
 @functools.cache
@@ -207,9 +205,7 @@ def test_generation_config_and_streaming():
     propose(add_drafter(model), truth, wrong_share=0.3)
     seen: list[list[int]] = [[], [], [], []]
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None)
-    result = generate(
-        model, ids, mask, generation_config=config, streamer=lambda row, tokens: seen[row].extend(tokens)
-    )
+    result = generate(model, ids, mask, generation_config=config, streamer=lambda row, tokens: seen[row].extend(tokens))
     assert [list(output) for output in result.outputs] == seen
     assert whole(ids, mask, result) == truth
     by_length = GenerationConfig(max_length=13 + 12, do_sample=False)

@@ -62,21 +62,24 @@ def test_greedy_has_no_distribution():
 
 def test_rows_draw_the_same_numbers_whoever_runs_with_them():
     many, few = RowRandom(5, seed=3), RowRandom(5, seed=3)
-    both = many.uniform([0, 1, 2, 3, 4], 4)
-    assert torch.equal(both[[1, 3]], few.uniform([1, 3], 4))
+    both = many.uniform([0, 1, 2, 3, 4], [4] * 5, 4)
+    first, second = few.uniform([1, 3], [1, 3], 3), few.uniform([1, 3], [3, 1], 5)
+    assert torch.equal(both[1], torch.cat([first[0, :1], second[0, :3]]))
+    assert torch.equal(both[3], torch.cat([first[1], second[1, :1]]))
+    assert torch.equal(first[0, 1:], torch.ones(2, dtype=torch.float64))
     assert len(set(both.flatten().tolist())) == both.numel()
-    assert not torch.equal(both[0], RowRandom(5, seed=4).uniform([0], 4)[0])
+    assert not torch.equal(both[0], RowRandom(5, seed=4).uniform([0], [4], 4)[0])
 
 
 def test_unseeded_rows_follow_torch():
     torch.manual_seed(11)
-    first = RowRandom(1).uniform([0], 3)
+    first = RowRandom(1).uniform([0], [3], 3)
     torch.manual_seed(11)
-    assert torch.equal(first, RowRandom(1).uniform([0], 3))
+    assert torch.equal(first, RowRandom(1).uniform([0], [3], 3))
     generator = torch.Generator().manual_seed(11)
-    again = RowRandom(1, generator=generator).uniform([0], 3)
-    assert torch.equal(again, RowRandom(1, generator=torch.Generator().manual_seed(11)).uniform([0], 3))
-    assert not torch.equal(again, RowRandom(1, generator=generator).uniform([0], 3))
+    again = RowRandom(1, generator=generator).uniform([0], [3], 3)
+    assert torch.equal(again, RowRandom(1, generator=torch.Generator().manual_seed(11)).uniform([0], [3], 3))
+    assert not torch.equal(again, RowRandom(1, generator=generator).uniform([0], [3], 3))
     with pytest.raises(ConfigError, match="both given"):
         RowRandom(1, 1, generator)
 
@@ -87,8 +90,8 @@ class Fixed(RowRandom):
     def __init__(self, values: list[float]) -> None:
         self.values = torch.tensor(values, dtype=torch.float64)
 
-    def uniform(self, rows, count):
-        return self.values.view(-1, 1).expand(-1, count)
+    def uniform(self, rows, counts, width):
+        return self.values.view(-1, 1).expand(-1, width)
 
 
 def test_drawing_inverts_the_cumulative_weights_and_never_hits_zero_weights():
@@ -103,5 +106,5 @@ def test_drawn_shares_match_the_weights():
     drawn = RowRandom(4000, seed=0).categorical(weights, range(4000))
     shares = torch.bincount(drawn, minlength=4) / 4000
     assert torch.allclose(shares, weights[0], atol=0.03)
-    accepted = RowRandom(4000, seed=0).accept(torch.full((4000, 2), 0.3), range(4000))
+    accepted = RowRandom(4000, seed=0).accept(torch.full((4000, 2), 0.3), range(4000), [2] * 4000)
     assert torch.allclose(accepted.float().mean(0), torch.tensor(0.3), atol=0.03)

@@ -22,7 +22,7 @@ def test_greedy_equals_the_reference(seed: int, slots: int, rows: int, ragged: b
     logits = torch.randn(rows, slots + 1, 4)
     drafts = torch.where(torch.rand(rows, slots) < 0.7, logits[:, :slots].argmax(-1), torch.randint(4, (rows, slots)))
     lengths = torch.randint(slots + 1, (rows,)) if ragged else torch.full((rows,), slots)
-    got = committed(verify_greedy(logits, drafts, lengths if ragged else None), drafts)
+    got = committed(verify_greedy(logits, drafts, lengths.tolist()), drafts)
     for row, length in enumerate(lengths.tolist()):
         assert got[row] == verify_row_greedy(logits[row, : length + 1], drafts[row, :length].tolist())
 
@@ -33,10 +33,10 @@ class Scripted(RowRandom):
     def __init__(self, uniforms: torch.Tensor, last: torch.Tensor) -> None:
         self.uniforms, self.last = uniforms, last
 
-    def accept(self, probability, rows):
-        return self.uniforms[: len(rows)] < probability
+    def accept(self, probability, rows, counts):
+        return self.uniforms < probability
 
-    def uniform(self, rows, count):
+    def uniform(self, rows, counts, width):
         return self.last.unsqueeze(1)
 
 
@@ -51,7 +51,7 @@ def test_sampled_equals_the_reference(seed: int, slots: int, rows: int, ragged: 
     lengths = torch.randint(slots + 1, (rows,)) if ragged else torch.full((rows,), slots)
     uniforms = torch.rand(rows, slots, dtype=torch.float64)
     last = torch.rand(rows, dtype=torch.float64)
-    verdict = verify_sampled(p, q, drafts, Scripted(uniforms, last), range(rows), lengths if ragged else None)
+    verdict = verify_sampled(p, q, drafts, Scripted(uniforms, last), range(rows), lengths.tolist())
     got = committed(verdict, drafts)
     for row, length in enumerate(lengths.tolist()):
 
@@ -83,13 +83,22 @@ def test_one_slot_reproduces_the_target_exactly(disjoint: bool):
         def __init__(self):
             pass
 
-        def accept(self, probability, rows):
+        def accept(self, probability, rows, counts):
             return torch.zeros(probability.shape, dtype=torch.bool)
 
-        def categorical(self, probabilities, rows):
+        def categorical(self, probabilities, rows, active=None):
             self.seen = probabilities / probabilities.sum(-1, keepdim=True)
             return torch.zeros(len(rows), dtype=torch.long)
 
     random = Reject()
-    verify_sampled(p.expand(1, 2, 4), q.view(1, 1, 4), torch.tensor([[3]]), random, [0])
+    verify_sampled(p.expand(1, 2, 4), q.view(1, 1, 4), torch.tensor([[3]]), random, [0], [1])
     torch.testing.assert_close(random.seen[0], (p - q).clamp(min=0) / (p - q).clamp(min=0).sum())
+
+
+def test_equal_distributions_always_accept():
+    torch.manual_seed(0)
+    q = torch.randn(50, 4, 7, dtype=torch.float64).softmax(-1)
+    p = torch.cat([q, q[:, :1]], dim=1)
+    drafts = torch.stack([torch.multinomial(row, 1).squeeze(1) for row in q])
+    verdict = verify_sampled(p, q, drafts, RowRandom(50, seed=0), range(50), [4] * 50)
+    assert verdict.accepted.tolist() == [4] * 50
