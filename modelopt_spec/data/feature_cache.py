@@ -6,32 +6,25 @@ absent, so a run that dies goes on where it was; several processes share the wor
 
 from __future__ import annotations
 
-import hashlib
-import os
-import queue
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from modelopt_spec.data.cache_format import (
     DTYPES,
     CacheIndex,
     ShardPlan,
-    ShardRecord,
     finished_record,
     quantize,
     read_index,
     row_key,
-    write_json,
 )
 from modelopt_spec.data.cache_plan import count_needs, needs_of, plan_cache, prepare_directory
+from modelopt_spec.data.cache_writer import ShardBuffer, ShardWriter
 from modelopt_spec.data.collate import restart_positions
 from modelopt_spec.data.config import CacheConfig
 from modelopt_spec.errors import DataError
@@ -39,8 +32,6 @@ from modelopt_spec.progress import progress
 from modelopt_spec.records import TargetFeatures
 
 __all__ = ["FeatureTarget", "verify_cache", "write_cache"]
-
-_CHUNK = 16 << 20
 
 
 class FeatureTarget(Protocol):
@@ -103,9 +94,11 @@ def write_cache(
     prepare_directory(directory, index, settings)
     mine = [shard for number, shard in enumerate(index.shards) if number % world_size == rank]
     todo = [shard for shard in mine if finished_record(directory, shard) is None]
-    with _Writer(directory) as writer, progress("features", sum(s.rows for s in todo), quiet=quiet) as advance:
+    with ShardWriter(directory) as writer, progress("features", sum(s.rows for s in todo), quiet=quiet) as advance:
         for shard in todo:
-            writer.put(shard, _shard_tensors(target, dataset, shard, counts, index, settings, advance))
+            buffer = writer.free_buffer()
+            _fill_shard(buffer, target, dataset, shard, counts, index, settings, advance)
+            writer.put(shard, buffer)
     return index
 
 
@@ -154,7 +147,8 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _shard_tensors(
+def _fill_shard(
+    buffer: ShardBuffer,
     target: FeatureTarget,
     dataset: Any,
     shard: ShardPlan,
@@ -162,16 +156,24 @@ def _shard_tensors(
     index: CacheIndex,
     config: CacheConfig,
     advance: Any,
-) -> dict[str, Tensor]:
+) -> None:
+    """Lay a shard out in memory and fill it, batch by batch."""
     wanted = counts[shard.first_row : shard.first_row + shard.rows]
-    width = index.hidden_size * len(index.layer_ids)
-    taps = torch.empty((shard.taps, width), dtype=DTYPES[index.dtype])
-    scale = torch.empty((shard.taps, len(index.layer_ids))) if index.dtype == "fp8" else None
-    last = torch.empty((shard.last, index.hidden_size), dtype=DTYPES[index.last_dtype])
-    last_index = torch.empty(shard.last, dtype=torch.int32)
+    num_taps = len(index.layer_ids)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "rows": (torch.int64, (shard.rows, 5)),
+        "last_index": (torch.int32, (shard.last,)),
+        "taps": (DTYPES[index.dtype], (shard.taps, index.hidden_size * num_taps)),
+        "last_hidden": (DTYPES[index.last_dtype], (shard.last, index.hidden_size)),
+        "keys": (torch.uint8, (shard.rows, 16)),
+    }
+    if index.dtype == "fp8":
+        shapes["taps_scale"] = (torch.float32, (shard.taps, num_taps))
+    tensors = buffer.layout(shapes)
     tap_starts = np.concatenate([[0], np.cumsum(wanted[:, 1])]).astype(np.int64)
     last_starts = np.concatenate([[0], np.cumsum(wanted[:, 2])]).astype(np.int64)
-    keys = np.zeros((shard.rows, 16), dtype=np.uint8)
+    columns = (wanted[:, 0], tap_starts[:-1], wanted[:, 1], last_starts[:-1], wanted[:, 2])
+    tensors["rows"].copy_(torch.from_numpy(np.stack(columns, axis=1)))
     for batch in _batches(wanted[:, 0].tolist(), config.batch_tokens):
         rows = [dataset[shard.first_row + number] for number in batch]
         found = _features(target, rows, index.layer_ids)
@@ -184,26 +186,15 @@ def _shard_tensors(
             part = slice(int(tap_starts[number]), int(tap_starts[number + 1]))
             last_part = slice(int(last_starts[number]), int(last_starts[number + 1]))
             values = found.taps[place, : need.taps]
-            if scale is None:
-                taps[part] = values.to(taps.dtype)
-            else:
-                small, factors = quantize(values, len(index.layer_ids))
-                taps[part], scale[part] = small.cpu(), factors.cpu()
+            if index.dtype == "fp8":
+                values, scale = quantize(values, num_taps)
+                tensors["taps_scale"][part].copy_(scale)
+            tensors["taps"][part].copy_(values)
             chosen = torch.as_tensor(need.last, dtype=torch.long, device=found.last_hidden.device)
-            last[last_part] = found.last_hidden[place, chosen].to(last.dtype)
-            last_index[last_part] = torch.from_numpy(need.last)
-            keys[number] = np.frombuffer(_key_of(row), dtype=np.uint8)
+            tensors["last_hidden"][last_part].copy_(found.last_hidden[place, chosen])
+            tensors["last_index"][last_part].copy_(torch.from_numpy(need.last))
+            tensors["keys"][number].copy_(torch.frombuffer(bytearray(_key_of(row)), dtype=torch.uint8))
         advance(len(batch))
-    columns = (wanted[:, 0], tap_starts[:-1], wanted[:, 1], last_starts[:-1], wanted[:, 2])
-    table = np.stack(columns, axis=1)
-    tensors = {
-        "taps": taps,
-        "last_hidden": last,
-        "last_index": last_index,
-        "rows": torch.from_numpy(np.ascontiguousarray(table)),
-        "keys": torch.from_numpy(keys),
-    }
-    return tensors if scale is None else {**tensors, "taps_scale": scale}
 
 
 def _key_of(row: Mapping[str, Any]) -> bytes:
@@ -212,70 +203,3 @@ def _key_of(row: Mapping[str, Any]) -> bytes:
         return row_key(np.asarray(row["input_ids"]))
     positions = restart_positions(torch.as_tensor(np.asarray(segments, dtype=np.int64)))
     return row_key(np.asarray(row["input_ids"]), positions.numpy())
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-class _Writer:
-    """Writes shards in a thread of its own while the target works on the next one."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._queue: queue.Queue[tuple[ShardPlan, dict[str, Tensor]] | None] = queue.Queue(maxsize=1)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="mtsp-features", daemon=True)
-
-    def __enter__(self) -> _Writer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: Any, *rest: object) -> None:
-        self._queue.put(None)
-        self._thread.join()
-        if kind is None:
-            self._raise()
-
-    def put(self, shard: ShardPlan, tensors: dict[str, Tensor]) -> None:
-        """Hand a shard over; waits while the one before is being written."""
-        self._raise()
-        self._queue.put((shard, tensors))
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise DataError(
-                f"cannot write to {str(self.directory)!r} ({self._error}): finished shards stay, make room and rerun"
-            ) from self._error
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if self._error is None:
-                try:
-                    _write_shard(self.directory, *item)
-                except OSError as error:
-                    self._error = error
-
-
-def _write_shard(directory: Path, shard: ShardPlan, tensors: dict[str, Tensor]) -> None:
-    """Write one shard beside its place, move it there, then write its record. Hashing runs beside writing."""
-    final = directory / shard.file
-    temporary = final.with_name(f".{shard.file}.tmp-{os.getpid()}")
-    data = memoryview(save(tensors, metadata={"kind": "mtsp.features"}))
-    digest = hashlib.sha256()
-    hashing = threading.Thread(target=digest.update, args=(data,))
-    hashing.start()
-    try:
-        with open(temporary, "wb", buffering=0) as file:
-            for start in range(0, len(data), _CHUNK):
-                part = data[start : start + _CHUNK]
-                while part:
-                    part = part[file.write(part) :]
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        hashing.join()
-    record = ShardRecord(shard.file, len(data), digest.hexdigest())
-    write_json(final.with_suffix(".json"), asdict(record))

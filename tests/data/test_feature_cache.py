@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelopt_spec.data import cache_plan
+from modelopt_spec.data import cache_plan, cache_writer
 from modelopt_spec.data.cache_format import dequantize, quantize, row_needs, target_fingerprint
 from modelopt_spec.data.cache_plan import estimate_cache
 from modelopt_spec.data.collate import collate_rows
@@ -341,17 +341,15 @@ def test_size_is_known_and_checked_before_a_byte_is_written(target, tmp_path, mo
 
 
 def test_a_full_disk_ends_the_run_and_keeps_finished_shards(tmp_path, monkeypatch) -> None:
-    from modelopt_spec.data import feature_cache
+    write_one, written = cache_writer.write_shard, []
 
-    write_one, written = feature_cache._write_shard, []
-
-    def failing(directory, shard, tensors) -> None:
+    def failing(directory, shard, data) -> None:
         if len(written) == 2:
             raise OSError(28, "No space left on device")
         written.append(shard)
-        write_one(directory, shard, tensors)
+        write_one(directory, shard, data)
 
-    monkeypatch.setattr(feature_cache, "_write_shard", failing)
+    monkeypatch.setattr(cache_writer, "write_shard", failing)
     rows = make_rows(40)
     with pytest.raises(DataError, match=r"No space left.*finished shards stay"):
         write_cache(_Wide(), rows, TAPS, tmp_path / "c", IDENTITY, small(), quiet=True)
