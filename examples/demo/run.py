@@ -109,10 +109,15 @@ def main() -> None:
 
 def show(summary: dict[str, Any], out: Path) -> None:
     """Print the summary table."""
-    pooled = summary["evaluate"]["pooled"]
+    evaluation = summary["evaluate"]
+    pooled = evaluation["results"][0]["pooled"]
     table = Table("measured on held-out prompts", "value", title="SmolLM2-135M-Instruct with a DSpark drafter", show_edge=False)
     table.add_row("accepted length tau (bonus included)", f"{pooled['tau']:.3f}")
-    table.add_row("conditional acceptance per slot", " ".join(f"{a:.0%}" for a in pooled["acceptance_per_slot"]))
+    shares = ["-" if a is None else f"{a:.0%}" for a in pooled["conditional_acceptance"]]
+    table.add_row("conditional acceptance per slot", " ".join(shares))
+    table.add_row("tau with shuffled target features (control)", f"{evaluation['control']['tau']:.3f}")
+    baseline = evaluation["baseline"]
+    table.add_row("this package's decoding", f"{baseline['speedup']:.2f} x plain generate")
     table.add_row("training", f"{summary['train']['steps']} steps in {summary['train']['seconds'] / 60:.1f} min")
     for k, entry in summary.get("llama.cpp", {}).items():
         name = "llama.cpp, without draft" if k == "0" else f"llama.cpp, K = {k}"
