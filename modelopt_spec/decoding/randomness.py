@@ -55,6 +55,6 @@ class RowRandom:
         return torch.minimum(drawn, last)
 
     def accept(self, probability: Tensor, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Independent bool [R, n]: true with probability [R, n] in a row's first counts[r] entries, false behind them."""
+        """Independent bool [R, n]: true with probability [R, n] in a row's first counts[r] entries, else false."""
         width = probability.shape[1]
         return self.uniform(rows, counts, width).to(probability.device) < probability

@@ -1,4 +1,5 @@
-"""What one call of generate was asked to do: arguments first, then the generation config, then transformers' defaults.
+"""What one call of generate was asked to do: arguments first, then the given generation config, then the model's own,
+then transformers' defaults (transformers' own order).
 
 Whatever a generation config can ask for that would change the distribution in a way that speculative verification here
 does not reproduce is refused by name, never ignored.
@@ -6,6 +7,7 @@ does not reproduce is refused by name, never ignored.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import GenerationConfig
 from modelopt_spec.decoding.sampling import GREEDY, Sampling
 from modelopt_spec.errors import ConfigError, UnsupportedError
 
-__all__ = ["FROM_CONFIG", "Settings", "resolve_settings"]
+__all__ = ["FROM_CONFIG", "Settings", "neutral_config", "resolve_settings"]
 
 FROM_CONFIG: Any = object()
 """Default of arguments for which None has a meaning of its own."""
@@ -63,6 +65,14 @@ _REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
 _CACHES = (None, "dynamic", "dynamic_full")
 
 
+def neutral_config(**values: Any) -> GenerationConfig:
+    """A generation config that keeps the model's own penalties and limits out, with some values set."""
+    harmless = {**_REFUSED, **_REFUSED_WHEN_SAMPLING}
+    return GenerationConfig(
+        **{name: options[-1] for name, options in harmless.items() if options[-1] is not None} | values
+    )
+
+
 @dataclass(frozen=True)
 class Settings:
     """Resolved settings of one generation."""
@@ -103,6 +113,16 @@ def _sampling(
     )
 
 
+def _complete(given: GenerationConfig | None, own: GenerationConfig | None) -> GenerationConfig:
+    """The given config with its open fields filled from the model's, as transformers does."""
+    config = copy.deepcopy(given) if given is not None else GenerationConfig()
+    if own is not None:
+        config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+    if config.cache_implementation == "hybrid":
+        config.cache_implementation = None
+    return config
+
+
 def _refuse(config: Any, sampling: Sampling) -> None:
     refused = _REFUSED if sampling.greedy else {**_REFUSED, **_REFUSED_WHEN_SAMPLING}
     for name, harmless in refused.items():
@@ -141,7 +161,7 @@ def resolve_settings(
     Raises:
         ConfigError: no limit on the length, or a value out of range. UnsupportedError: see the module's text.
     """
-    config = generation_config or getattr(model, "generation_config", None) or GenerationConfig()
+    config = _complete(generation_config, getattr(model, "generation_config", None))
     sampling = _sampling(config, do_sample, temperature, top_k, top_p)
     _refuse(config, sampling)
     limit = _first(max_new_tokens, config.max_new_tokens)
