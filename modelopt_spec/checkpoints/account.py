@@ -44,7 +44,7 @@ class Account:
     overruled: list[str] = field(default_factory=list)
     """Contradictions and surprises that were accepted because the caller said so."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain types, for a JSON report."""
 
         def rows(entries: list[Entry]) -> list[dict[str, Any]]:

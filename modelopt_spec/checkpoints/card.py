@@ -39,7 +39,7 @@ def target_identity(model: nn.Module | None, name: str = "") -> dict[str, Any]:
         "name": str(getattr(config, "name_or_path", "") or name),
         "class": type(model).__name__,
         "shape": shape,
-        "facts": TargetFacts.of(model).as_dict(),
+        "facts": TargetFacts.of(model).to_dict(),
     }
 
 

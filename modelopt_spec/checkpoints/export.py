@@ -58,7 +58,7 @@ class ExportReport:
         """Largest relative difference between the drafter and the independent reading of the files."""
         return max(c.worst for c in self.comparisons)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain types, for ``--json``."""
         return {
             "path": str(self.path),

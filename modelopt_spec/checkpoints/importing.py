@@ -181,7 +181,7 @@ def import_checkpoint(
     """
     imported = read_draft(src, **options)
     load_drafter(src, target, quiet=True, **options)
-    save(target, Path(out), overwrite=overwrite, extra={"imported_from": imported.account.as_dict()})
+    save(target, Path(out), overwrite=overwrite, extra={"imported_from": imported.account.to_dict()})
     if not quiet:
         imported.account.show()
     return imported.account

@@ -51,7 +51,7 @@ class TargetFacts:
             return cls(name=str(target.get("name", "")))
         return cls(name=str(target.get("name", "")), known=True, **facts)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The measured values, for a card."""
         return {
             "embedding_scale": self.embedding_scale,

@@ -97,7 +97,7 @@ def test_account_lists_every_key_and_tensor(tmp_path):
         else:
             assert key in fates, key
     assert {entry.name for entry in account.tensors} == set(load_file(tmp_path / "model.safetensors"))
-    json.dumps(account.as_dict())
+    json.dumps(account.to_dict())
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

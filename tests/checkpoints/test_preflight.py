@@ -345,7 +345,7 @@ def test_what_modelopt_exports_fails_in_every_engine(tmp_path):
 
 def test_report_is_plain_data_and_prints(exports, capsys):
     report = check(exports("vanilla"), target_of(), quiet=False)
-    json.dumps(report.as_dict())
+    json.dumps(report.to_dict())
     copy.deepcopy(report)
     assert "rope base" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ import torch
 from modelopt_spec.checkpoints.engines.base import Engine, Serving
 from modelopt_spec.checkpoints.engines.llama_cpp import LlamaCpp
 from modelopt_spec.checkpoints.engines.sglang import SGLang
+from modelopt_spec.checkpoints.engines.table import print_support_table, support_table
 from modelopt_spec.checkpoints.engines.tensorrt_llm import TensorRTLLM
 from modelopt_spec.checkpoints.engines.vllm import VLLM
 from modelopt_spec.checkpoints.layouts import LAYOUTS, Layout, default_layout, get_layout
@@ -18,7 +19,16 @@ from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import UnsupportedError, nearest
 
-__all__ = ["ENGINES", "Engine", "ExportPlan", "Serving", "get_engine", "plan_export"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "ExportPlan",
+    "Serving",
+    "get_engine",
+    "plan_export",
+    "print_support_table",
+    "support_table",
+]
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang(), TensorRTLLM(), LlamaCpp())}
 """All engines by name."""

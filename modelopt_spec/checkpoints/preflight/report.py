@@ -64,7 +64,7 @@ class Report:
         """Names of the facts on which training and serving disagree, each once."""
         return tuple(dict.fromkeys(fact.name for fact in self.facts if fact.bad))
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain types, for ``--json``."""
         return {
             "directory": str(self.directory),
