@@ -57,15 +57,16 @@ def main() -> None:
                 train=str(source), num_workers=workers, memory_mb=args.memory_mb, pack=args.pack, validation_share=0.01
             )
             wall, before = time.perf_counter(), os.times()
-            reports = prepare(config, tokenizer, Path(folder) / f"out-{workers}", quiet=True)
+            data = prepare(config, tokenizer, Path(folder) / f"out-{workers}", quiet=True)
             wall, after = time.perf_counter() - wall, os.times()
             cpu = sum(after[:4]) - sum(before[:4])
-            rows = sum(report.rows_kept for report in reports.values())
+            reports = [report for report in (data.train_report, data.validation_report) if report is not None]
+            rows = sum(report.rows_kept for report in reports)
             results.append(
                 {
                     "workers": workers,
                     "rows": rows,
-                    "tokens_per_row": round(reports["train"].tokens / reports["train"].rows_kept, 1),
+                    "tokens_per_row": round(reports[0].tokens / reports[0].rows_kept, 1),
                     "rows_per_second": round(rows / wall),
                     "cpu_microseconds_per_row": round(cpu / rows * 1e6, 1),
                     "rows_per_second_on_two_idle_cores": round(2 * rows / cpu),

@@ -121,7 +121,7 @@ def prepare(
     *,
     overwrite: bool = False,
     quiet: bool = False,
-) -> dict[str, DataReport]:
+) -> TokenData:
     """Write token rows to a directory for :func:`load_datasets`: Arrow shards, ``data.json`` and ``rejects.jsonl``.
 
     The directory appears whole or not at all; a rejects file of a run that failed is left beside it.
@@ -137,7 +137,6 @@ def prepare(
     try:
         with _bar("data", quiet) as advance:
             splits = build_splits(config, tokenizer, partial, advance)
-        reports = {name: split.report() for name, split in splits.items()}
         manifest = {
             "kind": "mtsp.data",
             "version": VERSION,
@@ -147,7 +146,7 @@ def prepare(
                 name: {
                     "packed": split.store.packed,
                     "shards": [dataclasses.asdict(shard) for shard in split.store.shards],
-                    "report": reports[name].to_dict(),
+                    "report": split.report().to_dict(),
                 }
                 for name, split in splits.items()
             },
@@ -163,7 +162,7 @@ def prepare(
             os.replace(partial / "rejects.jsonl", out.parent / f"{out.name}.rejects.jsonl")
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return reports
+    return open_prepared(out)
 
 
 def open_prepared(

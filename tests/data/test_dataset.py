@@ -181,9 +181,9 @@ def test_worker_processes_change_nothing(tokenizer, tmp_path, max_samples: int |
 def test_one_bad_row_is_counted_and_written_not_fatal(tokenizer, tmp_path) -> None:
     rows = [*rows_of(40), "{not json", {"messages": [{"role": "narrator", "content": "x"}]}]
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows))
-    reports = prepare(config, tokenizer, tmp_path / "out", quiet=True)
-    assert reports["train"].skipped == {"not_json": 1, "role": 1}
-    assert reports["train"].bad == 2
+    report = prepare(config, tokenizer, tmp_path / "out", quiet=True).train_report
+    assert report.skipped == {"not_json": 1, "role": 1}
+    assert report.bad == 2
     rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
     assert [(entry["row"], entry["reason"]) for entry in rejects] == [(40, "not_json"), (41, "role")]
 
