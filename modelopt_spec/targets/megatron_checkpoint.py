@@ -117,7 +117,7 @@ def load_checkpoint(model: Any, directory: str | Path, *, target: bool = True, o
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(model, optimizer, is_loading=True)
     loaded = dist_checkpointing.load(state, str(path))
-    missing, unexpected = model.load_state_dict(loaded["model"], strict=False)
+    missing, unexpected = model.load_state_dict(loaded.get("model", {}), strict=False)
     wanted = {name for name in state["model"] if "_extra_state" not in name}
     lost = sorted(wanted.intersection(missing)) + sorted(unexpected)
     if lost:
@@ -127,4 +127,4 @@ def load_checkpoint(model: Any, directory: str | Path, *, target: bool = True, o
     holder = getattr(model, "drafter", None)
     adapter: Any = holder.target if holder is not None else open_target(model)
     adapter.sync_embedding()
-    return loaded["common"]
+    return loaded.get("common", {})

@@ -327,15 +327,15 @@ def make_optimizer(
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     half = {"bf16": wrapped.config.params_dtype == torch.bfloat16, "fp16": wrapped.config.params_dtype == torch.float16}
-    config = OptimizerConfig(
-        **{"optimizer": "adam", "lr": lr, "weight_decay": weight_decay, "clip_grad": clip_grad, **half, **options}
-    )
+    min_lr = lr if decay_style == "constant" else 0.0
+    given = {"optimizer": "adam", "lr": lr, "min_lr": min_lr, "weight_decay": weight_decay, "clip_grad": clip_grad}
+    config = OptimizerConfig(**{**given, **half, **options})
     optimizer = get_megatron_optimizer(config, [wrapped])
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if warmup_steps else lr,
         max_lr=lr,
-        min_lr=lr if decay_style == "constant" else 0.0,
+        min_lr=min_lr,
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=max(total_steps, warmup_steps + 1),
         lr_decay_style=decay_style,

@@ -20,7 +20,15 @@ from modelopt_spec.conversion import MODES
 from modelopt_spec.data.config import DataConfig
 from modelopt_spec.errors import ConfigError, nearest
 
-__all__ = ["ExportSection", "ModelSection", "Recipe", "TrainingSection", "builtin_recipes", "load_recipe"]
+__all__ = [
+    "ExportSection",
+    "MegatronSection",
+    "ModelSection",
+    "Recipe",
+    "TrainingSection",
+    "builtin_recipes",
+    "load_recipe",
+]
 
 LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "dspark": {"ce": 0.1, "tv": 0.9, "confidence": 1.0},
@@ -87,6 +95,22 @@ class ExportSection(SpecConfig):
     output_dir: str | None = Field(default=None, description="default: <training output_dir>/export")
 
 
+class MegatronSection(SpecConfig):
+    """How a Megatron run is spread over ranks; the rest of the ranks are data-parallel."""
+
+    tensor: int = Field(default=1, ge=1, description="ranks that split each layer and the vocabulary")
+    pipeline: int = Field(default=1, ge=1, description="stages; the drafter is on the last one")
+    expert: int = Field(default=1, ge=1, description="ranks that share the experts of an MoE target")
+    sequence: bool = Field(default=False, description="sequence parallelism; needs tensor > 1")
+    vocab_multiple: int = Field(default=128, ge=1, description="Megatron's --make-vocab-size-divisible-by")
+
+    @model_validator(mode="after")
+    def _check(self) -> MegatronSection:
+        if self.sequence and self.tensor == 1:
+            raise ConfigError("megatron.sequence is true but megatron.tensor is 1: it needs tensor-parallel ranks")
+        return self
+
+
 class Recipe(SpecConfig):
     """A whole run."""
 
@@ -97,6 +121,7 @@ class Recipe(SpecConfig):
     loss: LossConfig = Field(default_factory=LossConfig)
     training: TrainingSection = Field(default_factory=TrainingSection)
     export: ExportSection = Field(default_factory=ExportSection)
+    megatron: MegatronSection | None = Field(default=None, description="for Megatron runs (examples/megatron)")
 
     @model_validator(mode="before")
     @classmethod

@@ -67,8 +67,7 @@ def both_sides(family: str, mode: str, layout: dict[str, Any]) -> tuple[Any, Any
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in reference.drafter.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + float(parameter.dim() == 1))
     if getattr(model, "drafter", None) is not None:
         load_whole_state_dict(model.drafter, reference.drafter.state_dict())
     return model, reference, loss
@@ -119,7 +118,7 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
     module = DraftTrainingModule(reference, loss, ANCHORS)
     adam = _adam(module.drafter)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    worst = {"loss": 0.0, "terms": 0.0, "norm": 0.0, "gradients": 0.0, "weights": 0.0}
+    worst = {"loss": 0.0, "terms": 0.0, "norm": 0.0, "later_norm": 0.0, "gradients": 0.0, "weights": 0.0}
     hosts = getattr(model, "drafter", None) is not None
     for number in range(steps):
         adam.zero_grad()
@@ -136,7 +135,9 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
         assert report.terms.keys() == terms.keys()
         worst["loss"] = max(worst["loss"], abs(report.loss - expected))
         worst["terms"] = max([worst["terms"], *(abs(report.terms[name] - terms[name]) for name in terms)])
-        worst["norm"] = max(worst["norm"], abs(float(norm) - report.grad_norm) / float(norm))
+        # |p_d - p_t| has a kink, so from the second step on one rounding may turn the sign of one token's gradient.
+        kind = "norm" if number == 0 else "later_norm"
+        worst[kind] = max(worst[kind], abs(float(norm) - report.grad_norm) / float(norm))
     if hosts:
         ours = {name: whole_tensor(model.drafter, name, p) for name, p in model.drafter.named_parameters()}
         for name, parameter in reference.drafter.named_parameters():

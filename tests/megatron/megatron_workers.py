@@ -6,6 +6,8 @@ and sends back what it returns (tensors included); an exception comes back as :c
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import importlib
 import multiprocessing as mp
 import os
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT_S = 240.0
+TIMEOUT_S = 540.0
 
 
 class WorkerError(AssertionError):
@@ -42,6 +44,7 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         name, rank, world, store, kwargs = job
+        faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)
         try:
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
             module, function = name.split(":")
@@ -49,10 +52,14 @@ def _serve(connection: Connection) -> None:
             answer: tuple[str, Any] = ("ok", result)
         except BaseException:
             answer = ("error", traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
         if answer[0] == "ok":
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except BrokenPipeError:
+            return
         if answer[0] == "error":
             return  # the other ranks may hang in a collective: the pool starts afresh
 
@@ -62,13 +69,16 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._failed = False
         self._context = mp.get_context("spawn")
+        atexit.register(self.close)
 
     def run(self, job: str, world: int = 1, **kwargs: Any) -> list[Any]:
         """Run ``job`` on ranks ``0 .. world-1`` and return their results in order of rank."""
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            # Not daemonic: Megatron's checkpoint writer starts processes of its own.
+            process = self._context.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -83,6 +93,7 @@ class WorkerPool:
             while pending:
                 ready = wait(list(pending), timeout=TIMEOUT_S)
                 if not ready:
+                    self._failed = True
                     self.close()
                     raise WorkerError(f"{job}: ranks {sorted(pending.values())} of {world} gave no answer")
                 for connection in ready:
@@ -92,16 +103,19 @@ class WorkerPool:
                     except EOFError:
                         status, value = "error", "the process died"
                     if status == "error":
+                        self._failed = True
                         self.close()
                         raise WorkerError(f"{job} failed on rank {rank} of {world}:\n{value}")
                     results[rank] = value
             return [results[rank] for rank in range(world)]
 
     def close(self) -> None:
-        """End the processes of this pool."""
-        for process, connection in self._workers:
+        """End the processes of this pool: they return when the connection closes, unless they hang in a collective."""
+        for _, connection in self._workers:
             connection.close()
-            process.terminate()
         for process, _ in self._workers:
-            process.join(10)
-        self._workers = []
+            process.join(20 if not self._failed else 2)
+            if process.is_alive():
+                process.terminate()
+                process.join(10)
+        self._workers, self._failed = [], False

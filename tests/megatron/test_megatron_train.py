@@ -34,4 +34,5 @@ def test_three_steps_are_those_of_hugging_face(
 ) -> None:
     for worst in pool.run("jobs_train:train", world, family=family, mode=mode, **layout):
         assert max(worst[name] for name in ("loss", "terms", "norm", "gradients")) < 1e-5, worst
+        assert worst["later_norm"] < 1e-3, worst
         assert worst["weights"] < 1e-4, worst
