@@ -22,7 +22,10 @@ __all__ = [
     "DominoConfig",
     "DrafterConfig",
     "HeadConfig",
+    "HyperConnectionConfig",
+    "LatentAttentionConfig",
     "LossConfig",
+    "MoEConfig",
     "SpecConfig",
 ]
 
@@ -58,8 +61,8 @@ class SpecConfig(ModeloptBaseConfig):
             for key in data:
                 if key not in cls.model_fields:
                     raise ConfigError(
-                        f"{cls.__name__} has no field {key!r} (value {data[key]!r}).{nearest(str(key), cls.model_fields)}"
-                        f" Known fields: {', '.join(cls.model_fields)}"
+                        f"{cls.__name__} has no field {key!r} (value {data[key]!r})."
+                        f"{nearest(str(key), cls.model_fields)} Known fields: {', '.join(cls.model_fields)}"
                     )
         return data
 
@@ -71,6 +74,54 @@ class SpecConfig(ModeloptBaseConfig):
         """A validated copy with some fields changed."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
+
+
+class HyperConnectionConfig(SpecConfig):
+    """Manifold-constrained hyper-connections: parallel residual streams, mixed by a doubly stochastic matrix."""
+
+    streams: int = Field(default=4, ge=1, le=16, description="n, residual streams; 1 is an ordinary residual")
+    sinkhorn_iterations: int = Field(default=20, ge=1, description="row and column normalisations")
+    eps: float = Field(default=1e-6, gt=0, description="added in every normalisation and to the collapse weights")
+
+
+class MoEConfig(SpecConfig):
+    """Routed experts with optional shared ones; unset sizes follow a target that has experts itself."""
+
+    num_experts: int | None = Field(default=None, ge=1, description="E, routed experts; the target's, or 8")
+    experts_per_token: int | None = Field(default=None, ge=1, description="k; the target's, or 2")
+    intermediate_size: int | None = Field(default=None, ge=1, description="width of one expert")
+    num_shared_experts: int = Field(default=1, ge=0, description="experts that every token passes; 0 for none")
+    scoring: Literal["sqrtsoftplus", "sigmoid", "softmax"] = "sqrtsoftplus"
+    normalize_weights: bool = Field(default=True, description="divide the chosen experts' scores by their sum")
+    routed_scaling_factor: float = Field(default=1.0, gt=0, description="factor on the routed experts' sum")
+    swiglu_limit: float | None = Field(default=None, gt=0, description="clamp of gate and up before the activation")
+    balancing: Literal["bias", "loss", "none"] = Field(
+        default="bias", description="bias: moved after each step towards even load; loss: an auxiliary term"
+    )
+    bias_update_rate: float = Field(default=1e-3, gt=0, description="step of the bias update")
+    balance_weight: float = Field(default=1e-2, ge=0, description="weight of the auxiliary loss (balancing: loss)")
+
+    @model_validator(mode="after")
+    def _check(self) -> MoEConfig:
+        experts, chosen = self.num_experts, self.experts_per_token
+        if experts and chosen and chosen > experts:
+            raise ConfigError(f"backbone.moe.experts_per_token is {chosen}, more than num_experts {experts}")
+        return self
+
+
+class LatentAttentionConfig(SpecConfig):
+    """DeepSeek-V4's attention: one shared key/value head, low-rank queries, grouped low-rank output."""
+
+    q_lora_rank: int | None = Field(default=None, ge=1, description="rank of the query projection")
+    qk_rope_head_dim: int | None = Field(default=None, ge=2, description="trailing channels of a head that are rotated")
+    o_groups: int | None = Field(default=None, ge=1, description="groups of heads in the output projection")
+    o_lora_rank: int | None = Field(default=None, ge=1, description="rank of each group's output projection")
+
+    @model_validator(mode="after")
+    def _check(self) -> LatentAttentionConfig:
+        if self.qk_rope_head_dim and self.qk_rope_head_dim % 2:
+            raise ConfigError(f"backbone.latent_attention.qk_rope_head_dim {self.qk_rope_head_dim} must be even")
+        return self
 
 
 class BackboneConfig(SpecConfig):
@@ -98,6 +149,60 @@ class BackboneConfig(SpecConfig):
         default="block", description="block: vLLM, SGLang (the last `window` context tokens); query: llama.cpp"
     )
     attention_sink: bool = Field(default=False, description="one learned logit per head in the softmax denominator")
+    residual: Literal["plain", "mhc"] = Field(
+        default="plain", description="mhc: manifold-constrained hyper-connections"
+    )
+    mlp: Literal["dense", "moe"] = Field(default="dense", description="moe: routed and shared experts")
+    hyper_connection: HyperConnectionConfig | None = Field(default=None, description="with residual: mhc")
+    moe: MoEConfig | None = Field(default=None, description="with mlp: moe")
+    latent_attention: LatentAttentionConfig | None = Field(default=None, description="with type: moe_mhc")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, data: Any) -> Any:
+        """Sections that the chosen parts need, with their defaults."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if data.get("type") == "moe_mhc":
+            for key, value in (("residual", "mhc"), ("mlp", "moe"), ("attention_sink", True)):
+                data.setdefault(key, value)
+            data["latent_attention"] = data.get("latent_attention") or {}
+        if data.get("residual") == "mhc":
+            data["hyper_connection"] = data.get("hyper_connection") or {}
+        if data.get("mlp") == "moe":
+            data["moe"] = data.get("moe") or {}
+        return data
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> BackboneConfig:
+        deepseek = self.type == "moe_mhc"
+        if deepseek and (self.residual, self.mlp, self.attention_sink) != ("mhc", "moe", True):
+            raise ConfigError(
+                "backbone.type moe_mhc has hyper-connections, experts and attention sinks: leave residual, mlp and "
+                "attention_sink unset, or use type dense"
+            )
+        for section, needed, switch in (
+            ("hyper_connection", self.residual == "mhc", "residual: mhc"),
+            ("moe", self.mlp == "moe", "mlp: moe"),
+            ("latent_attention", deepseek, "type: moe_mhc"),
+        ):
+            if getattr(self, section) is not None and not needed:
+                raise ConfigError(f"backbone.{section} is given but has no effect without {switch}: set that too")
+        if deepseek and self.moe and self.moe.num_shared_experts != 1:
+            raise ConfigError(
+                f"backbone.moe.num_shared_experts is {self.moe.num_shared_experts}, but DeepSeek-V4 stages have 1"
+            )
+        latent, heads, dim = self.latent_attention, self.num_attention_heads, self.head_dim
+        if latent and latent.o_groups and heads and heads % latent.o_groups:
+            raise ConfigError(
+                f"backbone.latent_attention.o_groups {latent.o_groups} does not divide num_attention_heads {heads}"
+            )
+        if latent and latent.qk_rope_head_dim and dim and latent.qk_rope_head_dim > dim:
+            raise ConfigError(
+                f"backbone.latent_attention.qk_rope_head_dim {latent.qk_rope_head_dim} exceeds head_dim {dim}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> BackboneConfig:
@@ -116,6 +221,10 @@ class HeadConfig(SpecConfig):
 
     type: str = Field(default="none", description="none, vanilla, gated, rnn, gru or a registered name")
     rank: int = Field(default=256, ge=1, description="R, width of the latent that W_out projects to the vocabulary")
+    init: Literal["embedding", "random"] = Field(
+        default="embedding",
+        description="Markov heads: start W1 from the principal components of the target's embedding, or at random",
+    )
     gru_hidden_dim: int | None = Field(default=None, ge=1, description="Domino: width of the GRU state; 2 R by default")
     pure_draft_prefix_len: int = Field(default=1, ge=0, description="Domino: drafted slots that keep base logits")
 
