@@ -92,7 +92,7 @@ def train(
 ) -> None:
     """Train a drafter from a recipe."""
     result = call("training.train:train", recipe, overrides or [], resume=resume, quiet=quiet)
-    last = next((entry for entry in reversed(result.report["curves"]) if "loss" in entry), {})
+    last: dict[str, Any] = next((entry for entry in reversed(result.report["curves"]) if "loss" in entry), {})
     rows = [["checkpoint", result.checkpoint], ["steps", result.report["steps"]], ["seconds", result.report["seconds"]]]
     rows += [[name, last[name]] for name in ("loss", "tau", "tau_probability") if name in last]
     print_table("trained", ["", ""], rows, quiet=quiet)
@@ -107,7 +107,9 @@ def heads(json_path: Json = None) -> None:
     rows = [["none", "plain DFlash: no correction"]]
     for name in head_names()[1:]:
         rows.append([name, (head_class(name).__doc__ or "").strip().splitlines()[0]])
-    print_table("correction heads", ["head.type", "equation"], rows, quiet=json_path is not None and str(json_path) == "-")
+    print_table(
+        "correction heads", ["head.type", "equation"], rows, quiet=json_path is not None and str(json_path) == "-"
+    )
     emit(dict(rows), json_path)
 
 

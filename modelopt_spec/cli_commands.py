@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,9 @@ def evaluate(
     seed: Seed = 0,
     baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="Measure plain decoding too.")] = True,
     control: Annotated[bool, typer.Option("--control/--no-control", help="Shuffled features must lower tau.")] = True,
-    against: Annotated[Path | None, typer.Option("--against", help="Second checkpoint, compared prompt by prompt.")] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="Second checkpoint, compared prompt by prompt.")
+    ] = None,
     scheduler: Scheduler = None,
     rounds: Annotated[Path | None, typer.Option("--rounds", help="Write every round here (JSON lines).")] = None,
     figure: Annotated[Path | None, typer.Option("--figure", help="Write a figure here.")] = None,
@@ -116,7 +119,9 @@ def evaluate(
 def calibrate(
     checkpoint: Checkpoint,
     prompts: Prompts,
-    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path("scheduler.json"),
+    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path(
+        "scheduler.json"
+    ),
     target: Target = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -155,7 +160,9 @@ def calibrate(
 
 def profile(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path("scheduler.json"),
+    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path(
+        "scheduler.json"
+    ),
     target: Target = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -208,7 +215,9 @@ def export(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(help="Directory to write; it appears complete or not at all.")],
     engine: Annotated[list[str] | None, typer.Option("--engine", help="vllm, sglang, tensorrt_llm, llama.cpp.")] = None,
-    layout: Annotated[str | None, typer.Option("--layout", help="Published format; default: what the engines read.")] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="Published format; default: what the engines read.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Type of the written weights.")] = None,
     scheduler: Scheduler = None,
     overwrite: Overwrite = False,
@@ -240,7 +249,7 @@ def engines(quiet: Quiet = False, json_path: Json = None) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application, in the order of the path."""
-    path = [evaluate, generate, calibrate, profile, simulate, export, engines]
+    path: list[Callable[..., None]] = [evaluate, generate, calibrate, profile, simulate, export, engines]
     for command in path:
         app.command()(command)
     app.add_typer(cli_data.app, name="data")

@@ -52,7 +52,9 @@ def regenerate(
     prompts: Sources,
     out: Annotated[Path, typer.Option("--out", help="JSONL file that answers are appended to.")],
     server: Annotated[str | None, typer.Option("--server", help="OpenAI-compatible base URL; else in process.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model name at the server, or target in process.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model name at the server, or target in process.")
+    ] = None,
     settings: Settings = None,
     quiet: Quiet = False,
     json_path: Json = None,

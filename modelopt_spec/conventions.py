@@ -130,7 +130,7 @@ def supervision_mask(
 
 
 def slot_decay(block_size: int, decay: float | None, layout: BlockLayout, device: torch.device | None = None) -> Tensor:
-    """Weight ``exp(-j / decay)`` of each slot, j counted from the first drafting slot; ones without a decay. [K] float64."""
+    """Weight ``exp(-j / decay)`` of each slot, j counted from the first drafting slot; else ones. [K] float64."""
     slots = torch.arange(block_size, device=device, dtype=torch.float64)
     if decay is None:
         return torch.ones_like(slots)
@@ -148,7 +148,7 @@ def hidden_states_index(layer_id: int) -> int:
 
 
 def aux_layer_id(layer_id: int) -> int:
-    """vLLM's and speculators' "aux" id, and llama.cpp's ``target_layers``, of a tap."""
+    """VLLM's and speculators' "aux" id, and llama.cpp's ``target_layers``, of a tap."""
     return layer_id + 1
 
 

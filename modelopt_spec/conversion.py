@@ -31,7 +31,7 @@ MODES: dict[str, type[DrafterConfig]] = {"dflash": DFlashConfig, "dspark": DSpar
 _PREFIX = "mtsp_"
 
 
-def attach(model: nn.Module, config: DrafterConfig, *, target: Target | None = None) -> Drafter | None:
+def attach(model: Any, config: DrafterConfig, *, target: Target | None = None) -> Drafter | None:
     """Build the drafter of a resolved config, freeze everything else and set ``model.drafter``.
 
     A target that is spread over ranks says whether this one hosts the drafter (``target.hosts_drafter``; None is
@@ -72,10 +72,17 @@ def _convert(
     resolved = resolve(config, target.shape, tokenizer)
     if hasattr(target, "verify"):
         target.verify()
-    attach(model, resolved, target=target)
+    _initialise(attach(model, resolved, target=target), target)
     if not quiet and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         show(config, resolved)
     return model, {"drafter": resolved.model_dump()}
+
+
+def _initialise(drafter: Drafter | None, target: Target) -> None:
+    """Let a new drafter's head start from the target's embedding where that is at hand."""
+    matrix = target.embedding_matrix() if hasattr(target, "embedding_matrix") else None
+    if drafter is not None and drafter.head is not None and matrix is not None:
+        drafter.head.start_from(matrix)
 
 
 def _restore(model: nn.Module, config: ModeloptBaseConfig, metadata: dict[str, Any]) -> nn.Module:

@@ -36,13 +36,13 @@ def resolve_mask_token(
         mask_token_id = tokenizer.convert_tokens_to_ids(mask_token)
         if mask_token_id is None or mask_token not in tokenizer.get_vocab():
             raise ConfigError(
-                f"mask_token {mask_token!r} is not in the tokenizer's vocabulary: name another one, or use mask_token: auto"
+                f"mask_token {mask_token!r} is not in the tokenizer's vocabulary: use another, or mask_token: auto"
             )
     else:
         mask_token_id = getattr(tokenizer, "mask_token_id", None)
         if mask_token_id is None:
             raise ConfigError(
-                "the tokenizer has no mask token: set mask_token: auto (picks an id that the tokenizer never produces), "
+                "the tokenizer has no mask token: set mask_token: auto (an id that the tokenizer never produces), "
                 "mask_token: '<token>' or mask_token_id"
             )
         mask_token = tokenizer.mask_token
@@ -58,8 +58,8 @@ def _check_id(mask_token_id: int, shape: TargetShape) -> None:
         )
     if mask_token_id in shape.special_token_ids:
         raise ConfigError(
-            f"mask_token_id {mask_token_id} is the target's pad, bos or eos token {list(shape.special_token_ids)}, which "
-            "real text holds: choose another id, or mask_token: auto"
+            f"mask_token_id {mask_token_id} is the target's pad, bos or eos token {list(shape.special_token_ids)}, "
+            "which real text holds: choose another id, or mask_token: auto"
         )
 
 

@@ -28,7 +28,9 @@ def resolve(config: DrafterConfig, shape: TargetShape, tokenizer: Any = None) ->
         ("num_target_layers", config.num_target_layers, shape.num_layers),
     ):
         if given is not None and given != known:
-            raise ConfigError(f"{name} is {given}, but this target's is {known}: leave it unset, or use the right target")
+            raise ConfigError(
+                f"{name} is {given}, but this target's is {known}: leave it unset, or use the right target"
+            )
     if config.target_layer_ids is None:
         layer_ids = default_target_layer_ids(shape.num_layers, config.num_taps)
     else:

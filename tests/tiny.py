@@ -32,7 +32,9 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(model_type: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def tiny(
+    model_type: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """A tiny random causal language model in eval mode."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**COMMON, **TEXT_MODELS.get(model_type, {}), **changes})

@@ -111,7 +111,9 @@ def show(summary: dict[str, Any], out: Path) -> None:
     """Print the summary table."""
     evaluation = summary["evaluate"]
     pooled = evaluation["results"][0]["pooled"]
-    table = Table("measured on held-out prompts", "value", title="SmolLM2-135M-Instruct with a DSpark drafter", show_edge=False)
+    table = Table(
+        "measured on held-out prompts", "value", title="SmolLM2-135M-Instruct with a DSpark drafter", show_edge=False
+    )
     table.add_row("accepted length tau (bonus included)", f"{pooled['tau']:.3f}")
     shares = ["-" if a is None else f"{a:.0%}" for a in pooled["conditional_acceptance"]]
     table.add_row("conditional acceptance per slot", " ".join(shares))

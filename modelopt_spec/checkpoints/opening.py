@@ -36,7 +36,7 @@ def open_checkpoint(
     """A target with its drafter, and the tokenizer.
 
     Args:
-        checkpoint: of :func:`modelopt_spec.save`, a run (its ``drafter`` directory or the run itself), or a draft in any
+        checkpoint: of :func:`modelopt_spec.save`, a run (its ``drafter`` directory or itself), or a draft in any
             published layout.
         target: name of the target; default the one that the checkpoint was trained for.
         dtype: of the target; the drafter follows it, so that what is measured is what is served.
@@ -52,7 +52,7 @@ def open_checkpoint(
     name = target or recorded_target(directory)
     if not name:
         raise CheckpointError(f"{directory} does not say which target it belongs to: pass target (--target)")
-    model = load_target(name, dtype=dtype, device=device)
+    model: Any = load_target(name, dtype=dtype, device=device)
     if (directory / DESCRIPTION).is_file():
         restore(model, directory)
     else:

@@ -5,6 +5,8 @@ Legend: B batch, S context positions, N blocks, K slots, D hidden, T taps.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,11 @@ from modelopt_spec.drafter.layers import DraftLayer, Rotary
 from modelopt_spec.records import BlockBatch
 
 __all__ = ["DenseDrafter"]
+
+
+START_SCALE = 0.3
+"""Start of the final norm's weight: near-flat logits. At 1 the residual of an untrained draft predicts its own input
+token with certainty wherever embedding and output projection are tied, and hundreds of steps go into unlearning that."""
 
 
 class DenseDrafter(Drafter):
@@ -30,6 +37,7 @@ class DenseDrafter(Drafter):
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(DraftLayer(backbone) for _ in range(backbone.num_layers or 0))
         self.norm = nn.RMSNorm(width, eps=eps)
+        nn.init.constant_(self.norm.weight, START_SCALE)
         self.rotary = Rotary(backbone)
         for module in self.modules():
             if isinstance(module, nn.Linear) and not module.weight.is_meta:
@@ -63,6 +71,9 @@ class DenseDrafter(Drafter):
         hidden = self.norm(x)
         return hidden, hidden
 
+    def _draft_layers(self) -> list[DraftLayer]:
+        return cast(list[DraftLayer], list(self.layers))
+
     def new_cache(self, batch_size: int) -> ContextCache:
         """Empty keys and values for B rows."""
         return ContextCache(len(self.layers), batch_size, self.device)
@@ -72,7 +83,7 @@ class DenseDrafter(Drafter):
         context = self.context(taps)
         n = context.shape[1]
         angles = self.rotary(cache.new_positions(n), context.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._draft_layers()):
             cache.write(index, *layer.self_attn.keys_values(context, angles))
         cache.advance(cache.lengths.new_full(cache.lengths.shape, n) if counts is None else counts)
 
@@ -89,7 +100,7 @@ class DenseDrafter(Drafter):
             window=backbone.sliding_window,
             window_rule=backbone.window_rule,
         )
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._draft_layers()):
             x = layer.decode(x, angles, *cache.read(index), plan)
         hidden = self.norm(x)
         return hidden, hidden

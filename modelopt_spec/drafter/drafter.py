@@ -6,7 +6,6 @@ Legend: B batch, S context positions, N blocks, K slots, D hidden, R head rank, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ class Drafter(nn.Module, ABC):
         """Id that fills the slots that are not drafted yet."""
         if self.config.mask_token_id is None:
             raise ConfigError(
-                "mask_token_id is not set and the target was converted without a tokenizer: give mask_token_id, or pass "
+                "mask_token_id is not set and the target was converted without a tokenizer: give it, or pass "
                 "tokenizer= to convert with mask_token: auto (never pad or eos)"
             )
         return self.config.mask_token_id
@@ -147,9 +146,7 @@ class Drafter(nn.Module, ABC):
     def decode(self, cache: Any, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """One block a row, [B, K] ids at positions ``length_b ..`` -> hidden and confidence hidden, [B, K, D]."""
 
-    def forward(
-        self, features: TargetFeatures, blocks: BlockBatch, position_ids: Tensor | None = None
-    ) -> BlockOutput:
+    def forward(self, features: TargetFeatures, blocks: BlockBatch, position_ids: Tensor | None = None) -> BlockOutput:
         """The training pass over teacher-forced blocks."""
         hidden, confidence_hidden = self.encode(self.context(features.taps), blocks, position_ids)
         latents = None if self.head is None else self.head.latents(blocks.prev_ids, hidden)
@@ -159,9 +156,8 @@ class Drafter(nn.Module, ABC):
         """Confidence logits [...] of slots with hidden [..., D] after tokens [...]; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        use = self.head is not None and self.config.confidence.with_markov
-        return self.confidence_head(confidence_hidden, self.head.prev_embedding(prev_ids) if use else None)
-
+        head = self.head if self.config.confidence.with_markov else None
+        return self.confidence_head(confidence_hidden, None if head is None else head.prev_embedding(prev_ids))
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:

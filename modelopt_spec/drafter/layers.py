@@ -5,6 +5,8 @@ Legend: B batch, S context positions, N blocks, K slots, D hidden, H query heads
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
@@ -20,19 +22,20 @@ __all__ = ["DraftAttention", "DraftLayer", "Rotary", "qwen3_config"]
 
 def qwen3_config(config: BackboneConfig) -> Qwen3Config:
     """The transformers config of a dense backbone (fully resolved)."""
-    return Qwen3Config(
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        hidden_act=config.hidden_act,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters or {}),
-        max_position_embeddings=config.max_position_embeddings or 32768,
-        attention_bias=config.attention_bias,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": dict(config.rope_parameters or {}),
+        "max_position_embeddings": config.max_position_embeddings or 32768,
+        "attention_bias": config.attention_bias,
+    }
+    return Qwen3Config(**settings)
 
 
 class Rotary(nn.Module):
@@ -45,11 +48,12 @@ class Rotary(nn.Module):
         self.scaling = 1.0
 
     def _frequencies(self, device: torch.device) -> Tensor:
-        """Inverse frequencies [d/2]. Computed when first needed: nothing to lose on a meta device or in a checkpoint."""
+        """Inverse frequencies [d/2]. Computed when first needed: nothing to lose on a meta device."""
         if device not in self._cached:
             parameters = self._config.rope_parameters or {}
             if parameters.get("rope_type", "default") == "default":
-                exponent = torch.arange(0, self._config.head_dim, 2, dtype=torch.float64) / self._config.head_dim
+                width = self._config.head_dim or 0
+                exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
                 frequencies = 1.0 / float(parameters["rope_theta"]) ** exponent
             else:
                 init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]

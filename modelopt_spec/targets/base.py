@@ -54,7 +54,7 @@ class TargetShape:
 
 @runtime_checkable
 class Target(Protocol):
-    """The interface through which everything else sees a target. Nothing here needs or gives gradients of its weights."""
+    """The interface through which everything else sees a target. Nothing here gives gradients of its weights."""
 
     @property
     def shape(self) -> TargetShape:

@@ -23,14 +23,14 @@ STREAM_MODELS = frozenset({"deepseek_v4"})
 """Model types whose layers return [B, S, n, D] streams with the mean over n as their tap (DSpark's convention)."""
 
 
-def accepts(model: nn.Module) -> bool:
+def accepts(model: Any) -> bool:
     """Whether a module is a Hugging Face model with embeddings and an output projection."""
     if not (hasattr(model, "config") and hasattr(model, "get_input_embeddings")):
         return False
     return model.get_input_embeddings() is not None and model.get_output_embeddings() is not None
 
 
-def find_decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: Any) -> Any:
     """The stack of decoder layers: the module that owns both `layers` and `norm`, wherever a wrapper put it."""
     candidates = [model.get_decoder()] if hasattr(model, "get_decoder") else []
     candidates += [
@@ -43,11 +43,11 @@ def find_decoder(model: nn.Module) -> nn.Module:
         if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(getattr(module, "norm", None), nn.Module):
             return module
     raise UnsupportedError(
-        f"{type(model).__name__}: found no decoder with `layers` and a final `norm`, so its hidden states cannot be tapped"
+        f"{type(model).__name__}: found no decoder with `layers` and a final `norm`, so nothing can be tapped"
     )
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: Any) -> Any:
     """The config of the text part."""
     config = model.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -65,14 +65,14 @@ def rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
     return kept
 
 
-def read_shape(model: nn.Module) -> TargetShape:
+def read_shape(model: Any) -> TargetShape:
     """Collect a :class:`TargetShape` from the text config and the modules themselves."""
     config = text_config(model)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     width = getattr(config, "intermediate_size", None) or getattr(config, "moe_intermediate_size", None)
-    special = set()
+    special: set[int] = set()
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, key, None)
         special.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
@@ -103,7 +103,7 @@ def read_shape(model: nn.Module) -> TargetShape:
 class HFTarget:
     """A Hugging Face model behind the :class:`~modelopt_spec.targets.base.Target` interface."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.decoder = find_decoder(model)
         self._shape = read_shape(model)
@@ -137,6 +137,12 @@ class HFTarget:
         plain = is_plain_linear(output) and self._shape.logit_scale == 1.0 and self._shape.logit_softcapping is None
         return output.weight.detach() if plain else None
 
+    def embedding_matrix(self) -> Tensor | None:
+        """The whole input embedding [V, D]; None where it is not a plain float matrix in memory."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and not weight.is_meta
+        return weight.detach() if plain else None
+
     @contextlib.contextmanager
     def tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Collect the tapped layers' outputs, each [B, S, D], of every forward run inside the context."""
@@ -168,8 +174,8 @@ class HFTarget:
         if hidden.ndim == 4 and self._shape.model_type in STREAM_MODELS:
             return hidden.mean(dim=2)
         raise UnsupportedError(
-            f"a layer of {self._shape.model_type!r} returns a tensor of shape {tuple(hidden.shape)}: this stream layout is "
-            f"not understood (known hyper-connected models: {', '.join(sorted(STREAM_MODELS))})"
+            f"a layer of {self._shape.model_type!r} returns shape {tuple(hidden.shape)}: this stream layout "
+            f"is not understood (known hyper-connected models: {', '.join(sorted(STREAM_MODELS))})"
         )
 
     @torch.no_grad()

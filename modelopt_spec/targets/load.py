@@ -50,7 +50,7 @@ def load_target(
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the target {name!r}: {error}") from error
     model.eval()
-    return model if device is None else model.to(device)
+    return model if device is None else nn.Module.to(model, device)
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

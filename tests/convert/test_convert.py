@@ -81,7 +81,9 @@ def test_every_form_of_modelopt(mode: object) -> None:
 
 
 def test_defaults_come_from_the_target() -> None:
-    model = mtsp.convert(tiny("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "dspark", quiet=True)
+    model = mtsp.convert(
+        tiny("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "dspark", quiet=True
+    )
     backbone = model.drafter.config.backbone
     assert (backbone.num_attention_heads, backbone.num_key_value_heads, backbone.head_dim) == (4, 2, 8)
     assert (backbone.intermediate_size, backbone.rope_parameters["rope_theta"]) == (48, 5e5)

@@ -150,15 +150,13 @@ def _loss(
                 rows.append(compare(f"out.{theirs}_loss_den", torch.as_tensor(weight), den, "float32"))
     accept = tensors.get(f"{prefix}out.accept_rate")
     if accept is not None and result.acceptance is not None:
-        n_anchors, size = accept.shape[1:]
+        size = accept.shape[-1]
         want = accept.reshape(-1, size)[slot_rows.blocks, slot_rows.slots]
         rows.append(compare("out.accept_rate", result.acceptance, want, dtype))
     return rows
 
 
-def _gradients(
-    tensors: dict[str, Tensor], dtype: str, prefix: str, variant: str, drafter: Drafter
-) -> list[Row]:
+def _gradients(tensors: dict[str, Tensor], dtype: str, prefix: str, variant: str, drafter: Drafter) -> list[Row]:
     rows = []
     for name, parameter in drafter.named_parameters():
         want = _get(tensors, variant, prefix, f"grad.{case_parameter_name(name)}")

@@ -63,7 +63,7 @@ class CorrectionHead(nn.Module, ABC):
 
     @abstractmethod
     def latents(self, prev_ids: Tensor, hidden: Tensor) -> Tensor:
-        """u of a teacher-forced block.
+        """U of a teacher-forced block.
 
         Args:
             prev_ids: [..., K] token before the one that each slot predicts. hidden: [..., K, D] from the backbone.
@@ -72,13 +72,17 @@ class CorrectionHead(nn.Module, ABC):
             [..., K, R]; zero where the slot keeps its base logits.
         """
 
+    def start_from(self, embedding: Tensor) -> None:
+        """Initialise from the target's embedding [V, D] when a new drafter is attached; nothing by default."""
+        return None
+
     def initial_state(self, hidden: Tensor) -> Any:
         """State before the first drafting slot, for hidden [..., D] of any one slot; None for heads without one."""
         return None
 
     @abstractmethod
     def step(self, prev_id: Tensor, hidden: Tensor, state: Any, slot: int) -> tuple[Tensor, Any]:
-        """u of one slot while decoding.
+        """U of one slot while decoding.
 
         Args:
             prev_id: [...] token just drafted (the anchor's for the first drafting slot). hidden: [..., D] of the slot.

@@ -2,10 +2,12 @@
 
 g_k = GRU(embed(x_{k-1}), g_{k-1}),    u_k = SiLU(P [h_k; g_k]),    logits_k = lm_head(h_k) + W_out u_k
 
-The first `pure_draft_prefix_len` drafting slots keep their base logits (u = 0); the GRU reads their tokens all the same.
+The first `pure_draft_prefix_len` drafting slots keep their base logits (u = 0); the GRU reads their tokens too.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ class DominoHead(CorrectionHead):
     @property
     def out(self) -> nn.Linear:
         """W_out, [V, R]."""
-        return self.embed_proj[2]
+        return cast(nn.Linear, self.embed_proj[2])
 
     def prev_embedding(self, prev_ids: Tensor) -> Tensor:
         """The target's embedding of x_{k-1}, [...] -> [..., D]."""
@@ -48,7 +50,7 @@ class DominoHead(CorrectionHead):
         return self._context.hidden_size
 
     def initial_state(self, hidden: Tensor) -> Tensor:
-        """g before the first drafting slot: 0, [..., G]."""
+        """G before the first drafting slot: 0, [..., G]."""
         return hidden.new_zeros((*hidden.shape[:-1], self.prefix_gru.hidden_size))
 
     def latents(self, prev_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 [g_k; c_k; o_k] = J [s_{k-1}; e_k; h_k],    e_k = W1[x_{k-1}],    s_{-1} = 0
 s_k = sigmoid(g_k) s_{k-1} + (1 - sigmoid(g_k)) tanh(c_k),    u_k = tanh(o_k)
 
-u_k comes from the old state's projection, not from the new state. Only the product with s must wait for the slot before:
-the parts of J that read e and h are applied to the whole block at once.
+u_k comes from the old state's projection, not from the new state. Only the product with s must wait for the slot
+before: the parts of J that read e and h are applied to the whole block at once.
 """
 
 from __future__ import annotations

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modelopt_spec.config import HeadConfig
 from modelopt_spec.drafter.heads.base import CorrectionHead, HeadContext, init_out_zero, register_head
+
+
+START_STD = 0.2
+"""Standard deviation of W1's entries at the start."""
 
 
 @register_head("vanilla")
@@ -23,6 +28,18 @@ class VanillaMarkovHead(CorrectionHead):
         self.markov_w2 = nn.Linear(config.rank, context.draft_vocab_size, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         init_out_zero(self.markov_w2)
+
+    def start_from(self, embedding: Tensor) -> None:
+        """W1 = the R leading principal components of the embedding, so that similar tokens start with similar biases."""
+        if self.config.init == "random":
+            return
+        rank = min(self.config.rank, *embedding.shape)
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            centred = embedding.float() - embedding.float().mean(0)
+            basis = torch.svd_lowrank(centred, q=rank, niter=4)[2]
+            components = centred @ basis
+            self.markov_w1.weight[:, :rank] = components / components.std() * START_STD
 
     @property
     def out(self) -> nn.Linear:
