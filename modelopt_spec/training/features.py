@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from modelopt_spec.data.cache_format import row_key
 from modelopt_spec.records import TargetFeatures
 from modelopt_spec.targets.base import Target
 
@@ -48,11 +49,14 @@ class OnlineFeatures:
 
 
 class MemoryFeatures:
-    """Keep the features of every row that was seen, on the CPU and in the target's dtype, for the next epochs."""
+    """Keep the features of every row that was seen, on the CPU and in the target's dtype, for the next epochs.
+
+    Rows are known by their tokens, not by their number: training and validation rows with the same number differ.
+    """
 
     def __init__(self, source: OnlineFeatures) -> None:
         self.source = source
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -66,7 +70,10 @@ class MemoryFeatures:
         self, input_ids: Tensor, lengths: Sequence[int], rows: Sequence[int], position_ids: Tensor | None
     ) -> TargetFeatures:
         """Features of the batch; only rows that were never seen go through the target."""
-        missing = [i for i, row in enumerate(rows) if row not in self._kept]
+        ids = input_ids.cpu().numpy()
+        places = None if position_ids is None else position_ids.cpu().numpy()
+        keys = [row_key(ids[i, :n], None if places is None else places[i, :n]) for i, n in enumerate(lengths)]
+        missing = [i for i, key in enumerate(keys) if key not in self._kept]
         if missing:
             longest = max(lengths[i] for i in missing)
             subset = None if position_ids is None else position_ids[missing, :longest]
@@ -76,9 +83,9 @@ class MemoryFeatures:
             assert new.last_hidden is not None
             for place, i in enumerate(missing):
                 n = lengths[i]
-                self._kept[rows[i]] = (new.taps[place, :n].cpu().clone(), new.last_hidden[place, :n].cpu().clone())
+                self._kept[keys[i]] = (new.taps[place, :n].cpu().clone(), new.last_hidden[place, :n].cpu().clone())
         size, device = input_ids.shape[1], input_ids.device
-        kept = [self._kept[row] for row in rows]
+        kept = [self._kept[key] for key in keys]
         return TargetFeatures(
             taps=_stack([taps for taps, _ in kept], size, device),
             last_hidden=_stack([last for _, last in kept], size, device),

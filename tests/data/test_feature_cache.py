@@ -127,6 +127,18 @@ def test_batches_come_back_padded_and_rows_are_found_by_their_tokens(target, tmp
     torch.testing.assert_close(found.taps[0], online(target, other[0]).taps)
 
 
+def test_features_in_memory_do_not_mix_data_sets(target) -> None:
+    """Row 0 of the training set and row 0 of the validation set have other tokens."""
+    from modelopt_spec.training.features import MemoryFeatures, OnlineFeatures
+
+    memory = MemoryFeatures(OnlineFeatures(target, TAPS))
+    for row in [*make_rows(2), *make_rows(2)]:
+        batch = collate_rows([row], pad_token_id=0)
+        found = memory.features(batch["input_ids"], [len(row["input_ids"])], [0], None)
+        torch.testing.assert_close(found.taps[0], online(target, row).taps)
+    assert len(memory) == 2
+
+
 def test_loss_and_gradients_are_those_of_online_features(tmp_path) -> None:
     import modelopt_spec as mtsp
     from modelopt_spec.config import LossConfig
