@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from modelopt_spec.config import HeadConfig
 from modelopt_spec.drafter.heads.base import CorrectionHead, HeadContext, init_out_zero, register_head
 
-
 START_STD = 0.2
 """Standard deviation of W1's entries at the start."""
 
@@ -30,7 +29,7 @@ class VanillaMarkovHead(CorrectionHead):
         init_out_zero(self.markov_w2)
 
     def start_from(self, embedding: Tensor) -> None:
-        """W1 = the R leading principal components of the embedding, so that similar tokens start with similar biases."""
+        """W1 = the R leading principal components of the embedding: similar tokens start with similar biases."""
         if self.config.init == "random":
             return
         rank = min(self.config.rank, *embedding.shape)
