@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 import modelopt_spec as mtsp
-from modelopt_spec.decoding.draft import BlockDrafter
-from modelopt_spec.decoding.randomness import RowRandom
-from modelopt_spec.decoding.sampling import GREEDY
-from modelopt_spec.targets.base import open_target
+from modelopt_spec.decoding.rounds import RoundRecord
 
 
 @dataclass(frozen=True)
-class OurBlock:
-    """One block of our drafter."""
+class OurAnswer:
+    """One greedy answer of our own speculative decoding; the rounds of an exact engine are the same."""
 
-    drafted: tuple[int, ...]
-    confidence_logits: tuple[float, ...] | None
+    tokens: tuple[int, ...]
+    rounds: tuple[RoundRecord, ...]
+
+    def blocks(self) -> dict[int, RoundRecord]:
+        """Rounds that drafted, by the position of their anchor."""
+        return {record.position: record for record in self.rounds if record.drafted}
 
 
 def load(target_dir: Path, draft_dir: Path) -> nn.Module:
@@ -34,32 +35,33 @@ def load(target_dir: Path, draft_dir: Path) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def our_blocks(model: nn.Module, row: Sequence[int], anchors: Sequence[int], num_draft_tokens: int) -> list[OurBlock]:
-    """The greedy blocks behind each anchor position of a row of token ids."""
-    drafter = model.drafter
-    taps = open_target(model).features(torch.tensor([list(row)]), drafter.config.target_layer_ids).taps
-    blocks = []
-    for position in anchors:
-        draft = BlockDrafter(drafter, 1, num_draft_tokens, GREEDY, RowRandom(1, seed=0))
-        draft.extend(taps[:, :position])
-        block = draft.draft(torch.tensor([row[position]]), [0])
-        confidence = None if block.confidence is None else tuple(block.confidence[0].tolist())
-        blocks.append(OurBlock(tuple(block.tokens[0].tolist()), confidence))
-    return blocks
-
-
 def our_answers(
-    model: nn.Module, prompts: Sequence[Sequence[int]], num_draft_tokens: int, max_new_tokens: int
-) -> tuple[list[tuple[int, ...]], float]:
-    """Our own speculative greedy answers and their accepted length, rounds of all prompts pooled."""
-    outputs, committed, rounds = [], 0, 0
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    num_draft_tokens: int,
+    max_new_tokens: int,
+    *,
+    ignore_eos: bool = False,
+) -> list[OurAnswer]:
+    """Answer each prompt by itself, with up to ``num_draft_tokens`` draft tokens a round."""
+    answers = []
+    options = {"eos_token_id": None} if ignore_eos else {}
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         result = mtsp.generate(
-            model, ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens
+            model,
+            ids,
+            torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens=num_draft_tokens,
+            do_sample=False,
+            **options,
         )
-        outputs.append(result.outputs[0])
-        committed += sum(record.committed for record in result.rounds)
-        rounds += len(result.rounds)
-    return outputs, committed / rounds
+        answers.append(OurAnswer(result.outputs[0], result.rounds))
+    return answers
+
+
+def tau_of(answers: Sequence[OurAnswer]) -> float:
+    """Accepted length over the rounds of all answers."""
+    records = [record for answer in answers for record in answer.rounds]
+    return sum(record.committed for record in records) / len(records)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from modelopt_spec.checkpoints.engines.llama_cpp_measure import measure_in_llama_cpp
 from modelopt_spec.checkpoints.engines.llama_cpp_runner import LlamaServer, ServerSettings
 from modelopt_spec.checkpoints.engines.llama_cpp_timings import Generation, rounds_from_timings, tau_from_timings
 from modelopt_spec.checkpoints.engines.llama_cpp_tools import LlamaCppTools, convert_to_gguf, spec_type_of
 from modelopt_spec.errors import UnsupportedError
 from tests.engines.conftest import MAX_NEW_TOKENS, QUESTIONS
 from tests.engines.draft_maker import KINDS
-from tests.engines.our_drafts import load, our_answers, our_blocks
+from tests.engines.our_drafts import load, our_answers, tau_of
 
 pytestmark = pytest.mark.engines
 
@@ -100,11 +101,10 @@ def test_accepted_length_is_ours(
     draft_dir: Path,
     prompts: tuple[tuple[int, ...], ...],
 ) -> None:
-    model = load(target_dir, draft_dir)
-    outputs, ours = our_answers(model, prompts, num_draft_tokens, MAX_NEW_TOKENS)
+    ours = our_answers(load(target_dir, draft_dir), prompts, num_draft_tokens, MAX_NEW_TOKENS)
     theirs = tau_from_timings(drafted, num_draft_tokens).tau
-    assert outputs == [generation.tokens for generation in drafted]
-    assert theirs == pytest.approx(ours, rel=0.03)
+    assert [answer.tokens for answer in ours] == [generation.tokens for generation in drafted]
+    assert theirs == pytest.approx(tau_of(ours), rel=0.03)
     assert theirs > 1.0, "nothing was accepted: this draft proves nothing"
 
 
@@ -128,10 +128,9 @@ def test_every_block_is_ours(
     log = tmp_path / "server.log"
     with LlamaServer(llama_cpp, settings, log) as server:
         generation = server.generate(prompts[1], max_new_tokens=12, ignore_eos=True)
-    row = prompts[1] + generation.tokens
-    anchors = list(range(len(prompts[1]), len(row) - 2))  # nothing is accepted; the last token is a plain step
-    ours = our_blocks(load(target_dir, draft), row, anchors, count)
-    assert proposed_blocks(log) == [list(block.drafted) for block in ours]
+    (ours,) = our_answers(load(target_dir, draft), prompts[1:2], count, 12, ignore_eos=True)
+    assert ours.tokens == generation.tokens
+    assert proposed_blocks(log) == [list(record.drafted) for record in ours.blocks().values()]
 
 
 def test_a_head_that_it_cannot_serve_is_refused(
@@ -143,3 +142,23 @@ def test_a_head_that_it_cannot_serve_is_refused(
     with pytest.raises(UnsupportedError, match="unsupported markov_head_type 'gated'"):
         convert_to_gguf(draft, tmp_path / "draft.gguf", llama_cpp, target_dir=target_dir)
     assert not list(tmp_path.iterdir())
+
+
+def test_measurement(draft_dir: Path, target_dir: Path, llama_cpp: LlamaCppTools) -> None:
+    told: list[tuple[int, int]] = []
+    measured = measure_in_llama_cpp(
+        target_dir,
+        draft_dir,
+        [[{"role": "user", "content": question}] for question in QUESTIONS[:2]],
+        draft_token_counts=[1, 3],
+        max_new_tokens=24,
+        threads=1,
+        tools=llama_cpp,
+        on_answer=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, 6) for done in range(1, 7)]
+    assert [draft.num_draft_tokens for draft in measured.drafts] == [1, 3]
+    assert all(draft.same_tokens for draft in measured.drafts)
+    assert all(1.0 <= draft.tau <= draft.num_draft_tokens + 1 for draft in measured.drafts)
+    assert measured.best in measured.drafts
+    assert json.loads(json.dumps(measured.as_dict()))["tokens"] == measured.tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,34 @@ def test_one_request(tmp_path: Path, gguf: Path) -> None:
     assert generation.max_new_tokens == 9
     assert process.poll() is not None, "the server must be gone"
     server.stop()  # a second time is fine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent-death signal")
+def test_the_server_ends_with_a_killed_parent(tmp_path: Path, gguf: Path) -> None:
+    fake(tmp_path, "works", gguf)  # writes the script
+    program = f"""
+import sys
+from pathlib import Path
+from modelopt_spec.checkpoints.engines.llama_cpp_runner import LlamaServer, ServerSettings
+from modelopt_spec.checkpoints.engines.llama_cpp_tools import LlamaCppTools
+tools = LlamaCppTools(Path({str(tmp_path / "llama-server")!r}), Path())
+server = LlamaServer(tools, ServerSettings(Path({str(gguf)!r})))
+server.start()
+print(server._process.pid, flush=True)
+sys.stdin.read()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and Path(f"/proc/{server}/stat").exists():
+        if Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{server}/stat").exists(), "the server outlived its parent"
 
 
 def test_a_build_without_the_counter(tmp_path: Path, gguf: Path) -> None:

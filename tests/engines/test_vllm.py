@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.conftest import MAX_NEW_TOKENS
-from tests.engines.our_drafts import load, our_answers, our_blocks
+from tests.engines.our_drafts import OurAnswer, load, our_answers, tau_of
 from tests.engines.vllm_runner import VllmGeneration, VllmRequest, accepted_in, run_vllm
 
 pytestmark = pytest.mark.engines
@@ -39,22 +39,27 @@ def drafted(
     return run_vllm(request, vllm, tmp_path_factory.mktemp("drafted"))
 
 
-def assert_blocks_are_ours(
-    target_dir: Path, draft_dir: Path, prompts: Prompts, generations: list[VllmGeneration], count: int
-) -> None:
-    model = load(target_dir, draft_dir)
-    for prompt, generation in zip(prompts, generations):
+def assert_blocks_are_ours(prompts: Prompts, generations: list[VllmGeneration], ours: list[OurAnswer]) -> None:
+    """Compare every block that our decoding drafts; vLLM also drafts before a last plain step and behind the end."""
+    for prompt, generation, answer in zip(prompts, generations, ours):
+        assert generation.tokens == answer.tokens
         row = prompt + generation.tokens
-        blocks = generation.blocks
-        assert [row[block.position] for block in blocks] == [block.anchor for block in blocks]
-        ours = our_blocks(model, row, [block.position for block in blocks], count)
-        assert [block.drafted for block in blocks] == [block.drafted for block in ours]
-        for theirs, own in zip(blocks, ours):
-            if own.confidence_logits is None:
-                assert theirs.confidence_logits is None
-                continue
-            gap = torch.tensor(theirs.confidence_logits).sigmoid() - torch.tensor(own.confidence_logits).sigmoid()
-            assert gap.abs().max() < 1e-5
+        theirs = {block.position: block for block in generation.blocks}
+        assert all(row[block.position] == block.anchor for block in generation.blocks)
+        assert set(answer.blocks()) <= set(theirs)
+        assert all(position >= len(row) - 2 for position in set(theirs) - set(answer.blocks()))
+        for position, own in answer.blocks().items():
+            block = theirs[position]
+            assert block.drafted == own.drafted
+            assert (block.confidence_logits is None) == (own.confidence_logits is None)
+            if block.confidence_logits is not None:
+                pair = torch.tensor([block.confidence_logits, own.confidence_logits]).sigmoid()
+                assert (pair[0] - pair[1]).abs().max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def ours(target_dir: Path, draft_dir: Path, prompts: Prompts, block_size: int) -> list[OurAnswer]:
+    return our_answers(load(target_dir, draft_dir), prompts, block_size, MAX_NEW_TOKENS)
 
 
 def test_a_draft_changes_no_token(plain: Prompts, drafted: list[VllmGeneration], answers: Prompts) -> None:
@@ -62,24 +67,20 @@ def test_a_draft_changes_no_token(plain: Prompts, drafted: list[VllmGeneration],
     assert plain == answers
 
 
-def test_every_block_is_ours(
-    target_dir: Path, draft_dir: Path, prompts: Prompts, drafted: list[VllmGeneration], block_size: int
-) -> None:
-    assert_blocks_are_ours(target_dir, draft_dir, prompts, drafted, block_size)
+def test_every_block_is_ours(prompts: Prompts, drafted: list[VllmGeneration], ours: list[OurAnswer]) -> None:
+    assert_blocks_are_ours(prompts, drafted, ours)
 
 
-def test_accepted_tokens_and_rounds(
-    target_dir: Path, draft_dir: Path, prompts: Prompts, drafted: list[VllmGeneration], block_size: int
-) -> None:
+def test_accepted_tokens_and_rounds(prompts: Prompts, drafted: list[VllmGeneration], ours: list[OurAnswer]) -> None:
     for prompt, generation in zip(prompts, drafted):
         row = prompt + generation.tokens
-        stood = accepted_in(generation.blocks, row)
         assert generation.verified_rounds == sum(block.position < len(row) - 1 for block in generation.blocks)
-        assert generation.accepted >= sum(stood), "tokens behind an end of text count as accepted there, not here"
-    _, ours = our_answers(load(target_dir, draft_dir), prompts, block_size, MAX_NEW_TOKENS)
+        stood = sum(accepted_in(generation.blocks, row))
+        assert generation.accepted >= stood, "tokens behind an end of text count as accepted there, not here"
     committed = sum(len(generation.tokens) - 1 for generation in drafted)
-    assert committed / sum(generation.verified_rounds for generation in drafted) == pytest.approx(ours, rel=0.03)
-    assert ours > 1.0, "nothing was accepted: this draft proves nothing"
+    theirs = committed / sum(generation.verified_rounds for generation in drafted)
+    assert theirs == pytest.approx(tau_of(ours), rel=0.03)
+    assert theirs > 1.0, "nothing was accepted: this draft proves nothing"
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash_bonus_anchor"])
@@ -98,4 +99,5 @@ def test_every_block_of_a_random_draft_is_ours(
     request = VllmRequest(str(target_dir), prompts[:2], str(draft), method, count, max_tokens=16)
     generations = run_vllm(request, vllm, tmp_path)
     assert [generation.tokens for generation in generations] == [answer[:16] for answer in answers[:2]]
-    assert_blocks_are_ours(target_dir, draft, prompts, generations, count)
+    ours = our_answers(load(target_dir, draft), prompts[:2], count, 16)
+    assert_blocks_are_ours(prompts[:2], generations, ours)

