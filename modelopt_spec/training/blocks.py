@@ -52,7 +52,8 @@ def sample_anchors(valid: Tensor, num_anchors: int, generator: torch.Generator |
         valid: bool [B, S]. generator: on the CPU, so that a run is the same on every device.
 
     Returns:
-        anchors [B, N] ascending, padding blocks (position 0) last; keep [B, N]. N is the largest count of the batch, at least 1.
+        anchors [B, N] ascending, padding blocks (position 0) last; keep [B, N]. N is the
+        largest count of the batch, at least 1.
     """
     length = valid.shape[1]
     order = torch.rand(valid.shape, generator=generator).to(valid.device)

@@ -6,7 +6,7 @@ Legend: B batch, S sequence, N anchors, K slots, M supervised slots, D hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ def block_settings(drafter: Drafter, loss: LossConfig, num_anchors: int) -> Bloc
 
 def lambda_at(step: int, total_steps: int, loss: LossConfig) -> float:
     """Domino's weight of the base logits: ``start * (1 - min(step / (total * decay_ratio), 1))``, a function of the
-    step alone, so a resumed run goes on where it was. 0 when the number of steps is unknown."""
+    step alone, so a resumed run goes on where it was. 0 when the number of steps is unknown.
+    """
     if not loss.base_ce_start or total_steps <= 0:
         return 0.0
     decay_steps = max(1, int(total_steps * loss.base_ce_decay_ratio))
@@ -61,7 +62,7 @@ class StepStatistics:
     slots: Tensor
     """[4, K]: supervised, reached with all earlier slots correct, correct among those, acceptance by probability."""
     blocks: Tensor
-    """[3]: blocks, tokens committed by greedy agreement, tokens committed by acceptance probability (bonus included)."""
+    """[3]: blocks, tokens committed by greedy agreement, and by acceptance probability (bonus included)."""
 
 
 class DraftTrainingModule(nn.Module):
@@ -84,12 +85,14 @@ class DraftTrainingModule(nn.Module):
         self.model = model
         self.loss_config = loss
         self.settings = block_settings(drafter, loss, num_anchors)
-        self.source = OnlineFeatures(drafter.target, drafter.config.target_layer_ids or ()) if source is None else source
+        self.source = (
+            OnlineFeatures(drafter.target, drafter.config.target_layer_ids or ()) if source is None else source
+        )
 
     @property
     def drafter(self) -> Drafter:
         """The module that is trained."""
-        return self.model.drafter
+        return cast(Drafter, self.model.drafter)
 
     def train(self, mode: bool = True) -> DraftTrainingModule:
         """Training mode for the drafter; the target stays in eval mode."""

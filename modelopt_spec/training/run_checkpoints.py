@@ -65,7 +65,7 @@ def newest_intact(run_dir: Path) -> Path | None:
     if any((path / SEAL).exists() for path in candidates):
         names = ", ".join(path.name for path in candidates)
         raise CheckpointError(
-            f"every checkpoint of {run_dir} is damaged ({names}): restore one from a backup, or start afresh in another "
+            f"every checkpoint of {run_dir} is damaged ({names}): restore one from a backup, or start in another "
             "output_dir"
         )
     return None

@@ -98,7 +98,7 @@ def train(
     checkpoint = run_checkpoints.newest_intact(output_dir) if resume else None
     if not resume and (output_dir / REPORT).exists():
         raise CheckpointError(
-            f"{output_dir} holds a finished run: pass resume (--resume) to go on, or set training.output_dir to another one"
+            f"{output_dir} holds a finished run: pass resume (--resume), or set another training.output_dir"
         )
     arguments = _arguments(loaded, output_dir)
     model_section = loaded.model
@@ -160,9 +160,7 @@ def _attach(model: nn.Module, tokenizer: Any, recipe: Recipe, *, quiet: bool) ->
         warm_start(model, recipe.init_from)
 
 
-def _trainer(
-    model: nn.Module, tokenizer: Any, data: Any, recipe: Recipe, arguments: TrainingArguments
-) -> DraftTrainer:
+def _trainer(model: nn.Module, tokenizer: Any, data: Any, recipe: Recipe, arguments: TrainingArguments) -> DraftTrainer:
     source = _feature_source(model, data, recipe)
     module = DraftTrainingModule(model, recipe.loss, recipe.training.num_anchors, source)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -177,7 +175,7 @@ def _trainer(
     )
 
 
-def _feature_source(model: nn.Module, data: Any, recipe: Recipe) -> FeatureSource:
+def _feature_source(model: Any, data: Any, recipe: Recipe) -> FeatureSource:
     """The target itself, with or without memory, or a cache on disk that is written first if it is not there."""
     drafter, section = model.drafter, recipe.training
     layer_ids = drafter.config.target_layer_ids or ()
@@ -231,4 +229,3 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     temporary.replace(path)
-

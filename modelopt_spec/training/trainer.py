@@ -43,7 +43,7 @@ class IndexedRows(torch.utils.data.Dataset):
         return {**self.rows[index], "row": index}
 
 
-class collator:  # noqa: N801 - used like a function
+class collator:
     """Rows of :class:`IndexedRows` -> a batch with ``lengths`` and ``rows`` beside the tensors."""
 
     def __init__(self, pad_token_id: int) -> None:
@@ -91,7 +91,7 @@ class DraftTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | None]:
-        """The micro-batches of one optimizer step with their blocks, and the weight sum that the step's loss divides by.
+        """The micro-batches of one optimizer step with their blocks, and the weight sum that its loss divides by.
 
         Anchors depend on the seed, the step, the micro-batch and the rank alone: a resumed run draws the same.
         """
@@ -145,8 +145,8 @@ class DraftTrainer(Trainer):
         self._save_checkpoint(self.model, trial=None)
         raise NonFiniteLossError(
             f"the loss is not finite at step {self.state.global_step} in row(s) {names} of the training data: inspect "
-            f"them with `mtsp data inspect`, lower the learning rate, or train in float32. The state before this step is "
-            f"in {Path(self.args.output_dir) / f'checkpoint-{self.state.global_step}'}"
+            f"them with `mtsp data inspect`, lower the learning rate, or train in float32. The state before this step "
+            f"is in {Path(self.args.output_dir) / f'checkpoint-{self.state.global_step}'}"
         )
 
     def prediction_step(
