@@ -122,7 +122,8 @@ def target_fingerprint(model: nn.Module, samples: int = 64) -> str:
         if value.is_meta or not value.numel():
             continue
         flat = value.detach().reshape(-1)
-        picked = flat[torch.linspace(0, flat.numel() - 1, min(samples, flat.numel()), device=flat.device).long()]
+        places = torch.linspace(0, flat.numel() - 1, min(samples, flat.numel()), dtype=torch.float64).long()
+        picked = flat[places.to(flat.device)]
         digest.update(picked.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -385,3 +385,12 @@ def test_index_is_plain_json(target, tmp_path) -> None:
     values = json.loads((tmp_path / "c" / "index.json").read_text())
     assert values["identity"] == IDENTITY
     assert values["shards"] == [dataclasses.asdict(shard) for shard in index.shards]
+
+
+def test_fingerprint_of_a_weight_with_more_entries_than_float32_can_count() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(2**24 + 3).uniform_())
+    first = target_fingerprint(model)
+    with torch.no_grad():
+        model.weight[-1] += 1.0
+    assert target_fingerprint(model) != first

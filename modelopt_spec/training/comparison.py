@@ -1,0 +1,139 @@
+"""Train recipes on the same data, seeds and steps, evaluate each on the same prompts, and put them side by side.
+
+Every run and every evaluation leaves a file; a comparison that was stopped goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelopt_spec.checkpoints.opening import open_checkpoint
+from modelopt_spec.decoding.evaluate import evaluate
+from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.errors import ConfigError
+from modelopt_spec.training.train import DRAFTER, REPORT, train
+
+__all__ = ["compare_recipes", "head_cost"]
+
+
+def compare_recipes(
+    entries: Sequence[str],
+    out: str | Path,
+    prompts: Sequence[str | Path],
+    *,
+    seeds: Sequence[int] = (0, 1),
+    overrides: Sequence[str] = (),
+    limit: int | None = None,
+    max_new_tokens: int = 128,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """Compare recipes.
+
+    Args:
+        entries: ``recipe`` or ``recipe:key=value,key=value``; the overrides after the colon are that entry's own.
+        out: directory of the runs (``ENTRY/seed-N``), of ``comparison.json`` and of the figures.
+        prompts: held-out prompt files, see :func:`modelopt_spec.evaluate`.
+        seeds: each entry is trained once with each.
+        overrides: recipe overrides of all entries.
+        limit: prompts of each file. max_new_tokens: tokens of each answer.
+
+    Returns:
+        ``{"kind": "mtsp.comparison", "entries": [{"name", "recipe", "overrides", "runs": [{"seed", "training",
+        "evaluation", "directory"}], "head_cost"}]}``; also in ``comparison.json``.
+    """
+    directory = Path(out)
+    result: dict[str, Any] = {
+        "kind": "mtsp.comparison",
+        "version": 1,
+        "seeds": list(seeds),
+        "overrides": list(overrides),
+        "prompts": [str(path) for path in prompts],
+        "entries": [],
+    }
+    for entry in entries:
+        recipe, _, own = entry.partition(":")
+        own_overrides = [part for part in own.split(",") if part]
+        name = entry.replace("/", "_").replace(":", "-").replace(",", "-").replace("=", "-")
+        runs = []
+        for seed in seeds:
+            run = directory / name / f"seed-{seed}"
+            settings = [*overrides, *own_overrides, f"training.seed={seed}", f"training.output_dir={run}"]
+            runs.append(_run(recipe, settings, run, prompts, seed, limit, max_new_tokens, quiet))
+        model, _ = open_checkpoint(directory / name / f"seed-{seeds[0]}")
+        cost = head_cost(model.drafter)
+        entry_result = {"name": entry, "recipe": recipe, "overrides": own_overrides, "runs": runs, "head_cost": cost}
+        result["entries"].append(entry_result)
+        (directory / "comparison.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _run(
+    recipe: str,
+    settings: list[str],
+    run: Path,
+    prompts: Sequence[str | Path],
+    seed: int,
+    limit: int | None,
+    max_new_tokens: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """One training and its evaluation, each only if its file is not there yet."""
+    if not (run / REPORT).is_file():
+        train(recipe, settings, resume=run.is_dir(), quiet=quiet)
+    report = json.loads((run / REPORT).read_text())
+    evaluation_file = run / "evaluation.json"
+    if not evaluation_file.is_file():
+        model, tokenizer = open_checkpoint(run / DRAFTER)
+        evaluation = evaluate(
+            model, tokenizer, prompts, limit=limit, max_new_tokens=max_new_tokens, baseline=False, control=False, seed=0
+        )
+        evaluation_file.write_text(json.dumps(evaluation, indent=1) + "\n")
+    curve = [
+        {key: entry[key] for key in ("step", "loss", "tau", "tau_probability") if key in entry}
+        for entry in report["curves"]
+        if "tau" in entry
+    ]
+    training = {"steps": report["steps"], "seconds": report["seconds"], "curve": curve}
+    return {
+        "seed": seed,
+        "directory": str(run),
+        "training": training,
+        "evaluation": json.loads(evaluation_file.read_text())["results"][0],
+        "versions": report["versions"],
+    }
+
+
+@torch.no_grad()
+def head_cost(drafter: Drafter, repeats: int = 50) -> dict[str, Any]:
+    """What the correction head adds to one drafted token: microseconds (median), multiply-adds and floats of state.
+
+    The vocabulary projection ``W_out u`` is in it; the backbone and ``lm_head`` are not.
+    """
+    head = drafter.head
+    if head is None:
+        return {"microseconds": 0.0, "multiply_adds": 0, "state_floats": 0, "parameters": 0}
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}: it must be at least 1")
+    width = drafter.config.backbone.hidden_size or 0
+    hidden = torch.randn(1, width, dtype=drafter.dtype, device=drafter.device)
+    previous = torch.zeros(1, dtype=torch.long, device=drafter.device)
+    state = head.initial_state(hidden)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        latent, _ = head.step(previous, hidden, state, head.first_slot + 1)
+        head.out(latent)
+        times.append(time.perf_counter() - started)
+    matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and "markov_w1" not in name]
+    return {
+        "microseconds": 1e6 * sorted(times)[len(times) // 2],
+        "multiply_adds": sum(p.numel() for p in matrices),
+        "state_floats": 0 if state is None else state.numel(),
+        "parameters": sum(p.numel() for p in head.parameters()),
+    }
