@@ -1,4 +1,4 @@
-"""The commands of `mtsp` beyond train and heads, in the order of the path from a trained drafter to an engine."""
+"""The commands of `mtsp` that measure a drafter and fit its scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modelopt_spec import cli_data
+from modelopt_spec import cli_checkpoints, cli_data
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint (mtsp train), or an exported or published draft.")]
@@ -16,7 +16,6 @@ Prompts = Annotated[list[Path], typer.Option("--prompts", help="JSONL prompt fil
 DraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="K; default: the trained block.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")]
 Seed = Annotated[int, typer.Option("--seed")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a directory that is not empty.")]
 Scheduler = Annotated[Path | None, typer.Option("--scheduler", help="scheduler.json of `mtsp calibrate`/`profile`.")]
 
 
@@ -116,6 +115,35 @@ def evaluate(
     emit(result, json_path)
 
 
+def compare(
+    recipes: Annotated[list[str], typer.Argument(help="RECIPE or RECIPE:key=value,key=value ...")],
+    prompts: Prompts,
+    out: Annotated[Path, typer.Option("--out", help="Directory of runs, comparison.json and figure.")],
+    seeds: Annotated[str, typer.Option("--seeds", help="Comma separated; each recipe is trained with each.")] = "0,1",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override of all recipes, key=value.")] = None,
+    max_new_tokens: NewTokens = 128,
+    limit: Limit = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Train recipes on the same data, seeds and steps and put them side by side; a stopped one goes on."""
+    result = call(
+        "training.comparison:compare_recipes",
+        recipes,
+        out,
+        prompts,
+        seeds=[int(seed) for seed in seeds.split(",")],
+        overrides=settings or [],
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        quiet=quiet,
+    )
+    call("reports.comparison:draw_comparison", result, out / "comparison.png")
+    columns = ["", "tau", "by seed", "95% intervals", "head us/token", "multiply-adds", "state"]
+    print_table("same data, seeds and steps", columns, call("reports.comparison:comparison_rows", result), quiet=quiet)
+    emit(result, json_path)
+
+
 def calibrate(
     checkpoint: Checkpoint,
     prompts: Prompts,
@@ -211,45 +239,17 @@ def simulate(
     emit(report, json_path)
 
 
-def export(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(help="Directory to write; it appears complete or not at all.")],
-    engine: Annotated[list[str] | None, typer.Option("--engine", help="vllm, sglang, tensorrt_llm, llama.cpp.")] = None,
-    layout: Annotated[
-        str | None, typer.Option("--layout", help="Published format; default: what the engines read.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Type of the written weights.")] = None,
-    scheduler: Scheduler = None,
-    overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    json_path: Json = None,
-) -> None:
-    """Write a draft that engines load, and prove that it reads back the same."""
-    report = call(
-        "checkpoints.export:export",
-        checkpoint,
-        out,
-        engines=tuple(engine) if engine else None,
-        layout=layout,
-        dtype=dtype,
-        scheduler=scheduler,
-        overwrite=overwrite,
-        quiet=quiet,
-    )
-    emit(report.to_dict(), json_path)
-
-
-def engines(quiet: Quiet = False, json_path: Json = None) -> None:
-    """Show what each engine serves."""
-    table = call("checkpoints.engines:support_table")
-    if not quiet:
-        call("checkpoints.engines:print_support_table", table, console)
-    emit(table, json_path)
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands to the application, in the order of the path."""
-    path: list[Callable[..., None]] = [evaluate, generate, calibrate, profile, simulate, export, engines]
-    for command in path:
+    path: list[Callable[..., None]] = [
+        evaluate,
+        compare,
+        generate,
+        calibrate,
+        profile,
+        simulate,
+        *cli_checkpoints.COMMANDS,
+    ]
+    for command in [*measuring, *cli_checkpoints.COMMANDS]:
         app.command()(command)
     app.add_typer(cli_data.app, name="data")
