@@ -241,15 +241,7 @@ def simulate(
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application, in the order of the path."""
-    path: list[Callable[..., None]] = [
-        evaluate,
-        compare,
-        generate,
-        calibrate,
-        profile,
-        simulate,
-        *cli_checkpoints.COMMANDS,
-    ]
+    measuring: list[Callable[..., None]] = [evaluate, compare, generate, calibrate, profile, simulate]
     for command in [*measuring, *cli_checkpoints.COMMANDS]:
         app.command()(command)
     app.add_typer(cli_data.app, name="data")
