@@ -79,9 +79,9 @@ class SpecConfig(ModeloptBaseConfig):
 class HyperConnectionConfig(SpecConfig):
     """Manifold-constrained hyper-connections: parallel residual streams, mixed by a doubly stochastic matrix."""
 
-    streams: int = Field(default=4, ge=1, le=16, description="n, residual streams; 1 is an ordinary residual")
-    sinkhorn_iterations: int = Field(default=20, ge=1, description="row and column normalisations")
-    eps: float = Field(default=1e-6, gt=0, description="added in every normalisation and to the collapse weights")
+    streams: int | None = Field(default=None, ge=1, le=16, description="n; a hyper-connected target's, or 4")
+    sinkhorn_iterations: int | None = Field(default=None, ge=1, description="row and column normalisations; 20")
+    eps: float | None = Field(default=None, gt=0, description="in every divisor and collapse weight; 1e-6")
 
 
 class MoEConfig(SpecConfig):
@@ -91,10 +91,10 @@ class MoEConfig(SpecConfig):
     experts_per_token: int | None = Field(default=None, ge=1, description="k; the target's, or 2")
     intermediate_size: int | None = Field(default=None, ge=1, description="width of one expert")
     num_shared_experts: int = Field(default=1, ge=0, description="experts that every token passes; 0 for none")
-    scoring: Literal["sqrtsoftplus", "sigmoid", "softmax"] = "sqrtsoftplus"
-    normalize_weights: bool = Field(default=True, description="divide the chosen experts' scores by their sum")
-    routed_scaling_factor: float = Field(default=1.0, gt=0, description="factor on the routed experts' sum")
-    swiglu_limit: float | None = Field(default=None, gt=0, description="clamp of gate and up before the activation")
+    scoring: Literal["sqrtsoftplus", "sigmoid", "softmax"] | None = Field(default=None, description="sqrtsoftplus")
+    normalize_weights: bool | None = Field(default=None, description="divide chosen scores by their sum; true")
+    routed_scaling_factor: float | None = Field(default=None, gt=0, description="on the routed experts' sum; 1")
+    swiglu_limit: float | None = Field(default=None, gt=0, description="clamp of gate and up; none but in moe_mhc")
     balancing: Literal["bias", "loss", "none"] = Field(
         default="bias", description="bias: moved after each step towards even load; loss: an auxiliary term"
     )

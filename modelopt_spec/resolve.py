@@ -11,6 +11,7 @@ from modelopt_spec.config import BackboneConfig, DrafterConfig
 from modelopt_spec.conventions import check_target_layer_ids, default_target_layer_ids
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.mask_token import resolve_mask_token
+from modelopt_spec.resolve_parts import deepseek_taps, fill_parts
 from modelopt_spec.targets.base import TargetShape
 
 __all__ = ["resolve", "show"]
@@ -31,7 +32,9 @@ def resolve(config: DrafterConfig, shape: TargetShape, tokenizer: Any = None) ->
             raise ConfigError(
                 f"{name} is {given}, but this target's is {known}: leave it unset, or use the right target"
             )
-    if config.target_layer_ids is None:
+    if config.target_layer_ids is None and config.num_taps is None and config.backbone.type == "moe_mhc":
+        layer_ids = deepseek_taps(config.backbone, shape)
+    elif config.target_layer_ids is None:
         layer_ids = default_target_layer_ids(shape.num_layers, config.num_taps)
     else:
         layer_ids = check_target_layer_ids(config.target_layer_ids, shape.num_layers)
@@ -58,6 +61,7 @@ def _resolve_backbone(backbone: BackboneConfig, shape: TargetShape) -> BackboneC
             f"backbone.hidden_size is {backbone.hidden_size}, but the draft shares the target's embedding and output "
             f"projection of width {shape.hidden_size}: leave it unset"
         )
+    backbone = fill_parts(backbone, shape)
     own_heads = backbone.num_attention_heads is not None
     derived = {
         "num_layers": min(5, max(1, shape.num_layers // 2)),

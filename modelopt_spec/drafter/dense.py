@@ -5,7 +5,7 @@ Legend: B batch, S context positions, N blocks, K slots, D hidden, T taps.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ __all__ = ["DenseDrafter"]
 
 START_SCALE = 0.3
 """Start of the final norm's weight: near-flat logits. At 1 the residual of an untrained draft predicts its own input
-token with certainty wherever embedding and output projection are tied, and hundreds of steps go into unlearning that."""
+token with certainty wherever embedding and output projection are tied; hundreds of steps go into unlearning that."""
 
 
 class DenseDrafter(Drafter):
     """context = hidden_norm(fc(taps)); L pre-norm layers over the slots; hidden = norm(x)."""
+
+    layer_class: ClassVar[type[DraftLayer]] = DraftLayer
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -35,7 +37,7 @@ class DenseDrafter(Drafter):
         taps = len(config.target_layer_ids or ())
         self.fc = nn.Linear(taps * (config.target_hidden_size or 0), width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
-        self.layers = nn.ModuleList(DraftLayer(backbone) for _ in range(backbone.num_layers or 0))
+        self.layers = nn.ModuleList(self.layer_class(backbone) for _ in range(backbone.num_layers or 0))
         self.norm = nn.RMSNorm(width, eps=eps)
         nn.init.constant_(self.norm.weight, START_SCALE)
         self.rotary = Rotary(backbone)
@@ -65,11 +67,19 @@ class DenseDrafter(Drafter):
             position_ids = torch.arange(length, device=context.device).expand(context.shape[0], -1)
         slot_angles = self.rotary(blocks.position_ids, context.dtype)
         context_angles = self.rotary(position_ids, context.dtype)
-        x = self.embed(blocks.input_ids)
+        x = self._enter(self.embed(blocks.input_ids))
         for layer in self.layers:
-            x = layer(x, context, slot_angles, context_angles, plan)
-        hidden = self.norm(x)
+            x = self.run_layer(layer, x, context, slot_angles, context_angles, plan)
+        hidden = self.norm(self._leave(x))
         return hidden, hidden
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Embedded slots [..., D] -> what the layers take."""
+        return x
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """What the layers give -> [..., D]."""
+        return x
 
     def _draft_layers(self) -> list[DraftLayer]:
         return cast(list[DraftLayer], list(self.layers))
@@ -90,7 +100,7 @@ class DenseDrafter(Drafter):
     def decode(self, cache: ContextCache, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[B, K] ids at positions lengths[b] .. -> hidden [B, K, D], twice."""
         backbone = self.config.backbone
-        x = self.embed(input_ids)
+        x = self._enter(self.embed(input_ids))
         angles = self.rotary(cache.new_positions(input_ids.shape[1]), x.dtype)
         plan = plan_decode(
             cache.lengths,
@@ -102,5 +112,5 @@ class DenseDrafter(Drafter):
         )
         for index, layer in enumerate(self._draft_layers()):
             x = layer.decode(x, angles, *cache.read(index), plan)
-        hidden = self.norm(x)
+        hidden = self.norm(self._leave(x))
         return hidden, hidden

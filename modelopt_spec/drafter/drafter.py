@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conventions import num_draft_tokens
@@ -29,6 +30,9 @@ class Drafter(nn.Module, ABC):
     The target's embedding and output projection are used through :meth:`bind`; they are neither submodules of the
     drafter nor part of its state dict.
     """
+
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only while training, and compute the layer again in the backward pass."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -133,6 +137,20 @@ class Drafter(nn.Module, ABC):
 
         ``position_ids`` [B, S] are the rotary positions of the context; None counts from 0.
         """
+
+    def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
+        """One layer of the training pass, its activations kept or not."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return layer(*inputs)
+
+    def no_decay_names(self) -> frozenset[str]:
+        """Parameters that weight decay must not touch: what modules list under ``no_weight_decay``."""
+        return frozenset(
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.named_modules()
+            for name in getattr(module, "no_weight_decay", ())
+        )
 
     @abstractmethod
     def new_cache(self, batch_size: int) -> Any:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_spec.config import HyperConnectionConfig
+from modelopt_spec.errors import ConfigError
 
 __all__ = ["Float32Module", "HyperConnection", "Mixing", "PlainResidual", "StreamCollapse", "sinkhorn"]
 
@@ -81,6 +82,14 @@ def sinkhorn(logits: Tensor, *, iterations: int, eps: float, across: int = -1, d
     return matrix
 
 
+def _settled(config: HyperConnectionConfig) -> tuple[int, int, float]:
+    """Streams, iterations and eps of a config without open fields."""
+    n, iterations, eps = config.streams, config.sinkhorn_iterations, config.eps
+    if n is None or iterations is None or eps is None:
+        raise ConfigError(f"backbone.hyper_connection {config.model_dump()} has open fields: resolve it with a target")
+    return n, iterations, eps
+
+
 def _exact(streams: Tensor) -> torch.dtype:
     return torch.float64 if streams.dtype == torch.float64 else torch.float32
 
@@ -109,8 +118,8 @@ class HyperConnection(Float32Module):
 
     def __init__(self, config: HyperConnectionConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
-        self.config, self.norm_eps = config, norm_eps
-        n = config.streams
+        self.n, self.iterations, self.eps = _settled(config)
+        n, self.norm_eps = self.n, norm_eps
         self.fn = nn.Parameter(torch.empty((2 + n) * n, n * hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty((2 + n) * n, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
@@ -120,24 +129,24 @@ class HyperConnection(Float32Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """An ordinary residual connection; see the module's text."""
-        n = self.config.streams
+        n = self.n
         nn.init.normal_(self.fn, std=0.02)
         nn.init.zeros_(self.scale)
-        self.base[:n] = _logit(1 / n, self.config.eps)
+        self.base[:n] = _logit(1 / n, self.eps)
         self.base[n : 2 * n] = 0.0
         self.base[2 * n :] = (torch.eye(n) * _DIAGONAL).flatten()
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Mixing]:
         """Streams [..., n, D] -> the sublayer's input [..., D] in their type, and the coefficients of :meth:`merge`."""
-        n, exact = self.config.streams, _exact(streams)
+        n, exact = self.n, _exact(streams)
         with torch.autocast(streams.device.type, enabled=False):
             tokens = streams.reshape(-1, *streams.shape[-2:]).to(exact)
             logits = _normalised_projection(tokens, self.fn.to(exact), self.norm_eps)
             base, scale = self.base.to(exact).unsqueeze(1), self.scale.to(exact)
-            pre = torch.sigmoid(logits[:n] * scale[0] + base[:n]) + self.config.eps
+            pre = torch.sigmoid(logits[:n] * scale[0] + base[:n]) + self.eps
             post = 2 * torch.sigmoid(logits[n : 2 * n] * scale[1] + base[n : 2 * n])
             comb = (logits[2 * n :] * scale[2] + base[2 * n :]).unflatten(0, (n, n))
-            comb = sinkhorn(comb, iterations=self.config.sinkhorn_iterations, eps=self.config.eps, across=1, down=0)
+            comb = sinkhorn(comb, iterations=self.iterations, eps=self.eps, across=1, down=0)
             collapsed = torch.bmm(pre.T.unsqueeze(1), tokens).view(*streams.shape[:-2], -1)
         return collapsed.to(streams.dtype), Mixing(pre.T, post.T, comb.permute(2, 0, 1))
 
@@ -170,8 +179,8 @@ class StreamCollapse(Float32Module):
 
     def __init__(self, config: HyperConnectionConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
-        self.config, self.norm_eps = config, norm_eps
-        n = config.streams
+        self.n, self.iterations, self.eps = _settled(config)
+        n, self.norm_eps = self.n, norm_eps
         self.hc_fn = nn.Parameter(torch.empty(n, n * hidden_size, dtype=torch.float32))
         self.hc_base = nn.Parameter(torch.empty(n, dtype=torch.float32))
         self.hc_scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
@@ -183,7 +192,7 @@ class StreamCollapse(Float32Module):
         """The mean of the streams."""
         nn.init.normal_(self.hc_fn, std=0.02)
         nn.init.zeros_(self.hc_scale)
-        nn.init.constant_(self.hc_base, _logit(1 / self.config.streams, self.config.eps))
+        nn.init.constant_(self.hc_base, _logit(1 / self.n, self.eps))
 
     def forward(self, streams: Tensor) -> Tensor:
         """[..., n, D] -> [..., D]."""
@@ -191,8 +200,6 @@ class StreamCollapse(Float32Module):
         with torch.autocast(streams.device.type, enabled=False):
             tokens = streams.reshape(-1, *streams.shape[-2:]).to(exact)
             logits = _normalised_projection(tokens, self.hc_fn.to(exact), self.norm_eps)
-            pre = (
-                torch.sigmoid(logits * self.hc_scale.to(exact) + self.hc_base.to(exact).unsqueeze(1)) + self.config.eps
-            )
+            pre = torch.sigmoid(logits * self.hc_scale.to(exact) + self.hc_base.to(exact).unsqueeze(1)) + self.eps
             collapsed = torch.bmm(pre.T.unsqueeze(1), tokens).view(*streams.shape[:-2], -1)
         return collapsed.to(streams.dtype)

@@ -100,6 +100,32 @@ class DraftAttention(nn.Module):
         q = self._heads(self.q_proj(x))
         return rotate(self.q_norm(q), cos_sin).to(q.dtype)
 
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        slot_angles: tuple[Tensor, Tensor],
+        context_angles: tuple[Tensor, Tensor],
+        plan: BlockAttentionPlan,
+    ) -> Tensor:
+        """Normed slots of teacher-forced blocks [B, N, K, D], context [B, S, D] -> [B, N, K, D]."""
+        k_ctx, v_ctx = self.keys_values(context, context_angles)
+        k_blk, v_blk = self.keys_values(x, slot_angles)
+        q = self.queries(x, slot_angles)
+        with torch.autocast(q.device.type, enabled=False):
+            mixed = block_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=self.scale, sinks=self.sinks)
+        return self.o_proj(mixed.flatten(-2))
+
+    def decode(
+        self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan
+    ) -> Tensor:
+        """One normed block for each row [B, K, D] against cached keys and values [B, C, G, d] -> [B, K, D]."""
+        k_blk, v_blk = self.keys_values(x, slot_angles)
+        q = self.queries(x, slot_angles)
+        with torch.autocast(q.device.type, enabled=False):
+            mixed = decode_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=self.scale, sinks=self.sinks)
+        return self.o_proj(mixed.flatten(-2))
+
     def keys_values(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[..., D] -> keys (normalised and rotated) and values, [..., G, d]. The same for context and slots."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
@@ -112,7 +138,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = Qwen3MLP(qwen3_config(config))
+        self.mlp: nn.Module = Qwen3MLP(qwen3_config(config))
         self.input_layernorm = nn.RMSNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
 
@@ -125,25 +151,12 @@ class DraftLayer(nn.Module):
         plan: BlockAttentionPlan,
     ) -> Tensor:
         """Teacher-forced blocks: x [B, N, K, D], context [B, S, D] -> [B, N, K, D]."""
-        attn, normed = self.self_attn, self.input_layernorm(x)
-        k_ctx, v_ctx = attn.keys_values(context, context_angles)
-        k_blk, v_blk = attn.keys_values(normed, slot_angles)
-        q = attn.queries(normed, slot_angles)
-        with torch.autocast(q.device.type, enabled=False):
-            mixed = block_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=attn.scale, sinks=attn.sinks)
-        return self._residual(x, mixed)
+        x = x + self.self_attn(self.input_layernorm(x), context, slot_angles, context_angles, plan)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
     def decode(
         self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan
     ) -> Tensor:
         """One block for each row: x [B, K, D] against cached keys and values [B, C, G, d] -> [B, K, D]."""
-        attn, normed = self.self_attn, self.input_layernorm(x)
-        k_blk, v_blk = attn.keys_values(normed, slot_angles)
-        q = attn.queries(normed, slot_angles)
-        with torch.autocast(q.device.type, enabled=False):
-            mixed = decode_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=attn.scale, sinks=attn.sinks)
-        return self._residual(x, mixed)
-
-    def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(mixed.flatten(-2))
+        x = x + self.self_attn.decode(self.input_layernorm(x), slot_angles, k_ctx, v_ctx, plan)
         return x + self.mlp(self.post_attention_layernorm(x))

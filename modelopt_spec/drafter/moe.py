@@ -7,8 +7,8 @@
 
 Two ways to keep the experts evenly loaded: after each optimizer step the bias of an expert with more than the mean load
 goes down by a fixed amount and that of one with less goes up (no gradient; DeepSeek-V3, arXiv 2412.19437, section
-2.1.2), or an auxiliary loss ``E / k * sum_e f_e P_e`` with f_e the share of choices and P_e the mean normalised score (Switch
-Transformer, arXiv 2101.03961, equation 4). No token is ever dropped.
+2.1.2), or an auxiliary loss ``E / k * sum_e f_e P_e`` with f_e the share of choices and P_e the mean normalised score
+(Switch Transformer, arXiv 2101.03961, equation 4). No token is ever dropped.
 
 Legend: M tokens, k experts a token, E experts, D hidden, I width of an expert.
 """
@@ -26,6 +26,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 from modelopt_spec.config import MoEConfig
 from modelopt_spec.drafter.experts import Experts
 from modelopt_spec.drafter.hyper_connections import Float32Module
+from modelopt_spec.errors import ConfigError
 
 __all__ = ["MoE", "Router", "RoutingStats", "balance_loss", "update_bias"]
 
@@ -50,6 +51,8 @@ class Router(Float32Module):
         super().__init__()
         self.config = config
         experts = config.num_experts or 0
+        if None in (config.num_experts, config.experts_per_token, config.scoring, config.normalize_weights):
+            raise ConfigError(f"backbone.moe {config.model_dump()} has open fields: resolve it with a target")
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
         self.e_score_correction_bias: Tensor
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
@@ -73,7 +76,7 @@ class Router(Float32Module):
         weights = scores.gather(1, ids)
         if self.config.normalize_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return scores, ids, weights * self.config.routed_scaling_factor
+        return scores, ids, weights * (self.config.routed_scaling_factor or 1.0)
 
     def statistics(self, scores: Tensor, ids: Tensor, valid: Tensor | None) -> RoutingStats:
         """Sums over the tokens that are valid ([M] bool; all of them if None)."""

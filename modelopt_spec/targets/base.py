@@ -50,6 +50,8 @@ class TargetShape:
     """pad, bos and eos: never a mask token."""
     num_streams: int = 1
     """Residual streams of a hyper-connected target."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """The target's own experts, hyper-connections and latent attention, as sections of a backbone's config."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from modelopt_spec.conventions import EMBEDDING_TAP
 from modelopt_spec.errors import UnsupportedError
 from modelopt_spec.records import TargetFeatures
 from modelopt_spec.targets.base import TargetShape, is_plain_linear
+from modelopt_spec.targets.hf_parts import own_parts
 
 __all__ = ["HFTarget", "accepts"]
 
@@ -97,6 +98,7 @@ def read_shape(model: Any) -> TargetShape:
         tied_embeddings=getattr(output, "weight", None) is getattr(embedding, "weight", object()),
         special_token_ids=tuple(sorted(special)),
         num_streams=int(getattr(config, "hc_mult", 1) or 1),
+        parts=own_parts(config),
     )
 
 

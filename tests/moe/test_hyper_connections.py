@@ -20,6 +20,7 @@ from modelopt_spec.drafter.hyper_connections_reference import (
 from tests.golden.module_cases import check_module_case, expected_names
 from tests.golden.runner import DATA, check_file, load_case
 
+SETTINGS = HyperConnectionConfig(streams=4, sinkhorn_iterations=20, eps=1e-6)
 CASES = ("mhc_hyper_connection", "mhc_hyper_connection_coarse", "deepseek_v4_layer")
 
 
@@ -99,8 +100,8 @@ def test_equals_transformers() -> None:
     """The same parameters in transformers' modules give the same float32 result."""
     theirs_config = DeepseekV4Config(hidden_size=16, hc_mult=4, num_hidden_layers=1)
     theirs, their_head = _random(DeepseekV4HyperConnection(theirs_config)), _random(DeepseekV4HyperHead(theirs_config))
-    ours = HyperConnection(HyperConnectionConfig(), 16, theirs_config.rms_norm_eps)
-    head = StreamCollapse(HyperConnectionConfig(), 16, theirs_config.rms_norm_eps)
+    ours = HyperConnection(SETTINGS, 16, theirs_config.rms_norm_eps)
+    head = StreamCollapse(SETTINGS, 16, theirs_config.rms_norm_eps)
     ours.load_state_dict(theirs.state_dict())
     head.load_state_dict(their_head.state_dict())
     streams = torch.randn(2, 7, 4, 16, generator=torch.Generator().manual_seed(4))
@@ -114,7 +115,7 @@ def test_equals_transformers() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_starts_as_a_plain_residual(n: int) -> None:
-    config = HyperConnectionConfig(streams=n)
+    config = SETTINGS.replace(streams=n)
     module, head = HyperConnection(config, 8, 1e-6), StreamCollapse(config, 8, 1e-6)
     x, output = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     streams = x.unsqueeze(-2).expand(-1, -1, n, -1)
@@ -128,7 +129,7 @@ def test_starts_as_a_plain_residual(n: int) -> None:
 def test_streams_part_after_the_first_update() -> None:
     """The start is symmetric in function but not in its gradient: one step makes the streams differ."""
     torch.manual_seed(0)
-    module, head = HyperConnection(HyperConnectionConfig(), 8, 1e-6), StreamCollapse(HyperConnectionConfig(), 8, 1e-6)
+    module, head = HyperConnection(SETTINGS, 8, 1e-6), StreamCollapse(SETTINGS, 8, 1e-6)
     x = torch.randn(6, 8)
 
     def run() -> torch.Tensor:
@@ -149,7 +150,7 @@ def test_streams_part_after_the_first_update() -> None:
 
 
 def test_parameters_stay_float32_and_exact() -> None:
-    module = _random(HyperConnection(HyperConnectionConfig(), 8, 1e-6))
+    module = _random(HyperConnection(SETTINGS, 8, 1e-6))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     for cast in (lambda: module.to(torch.bfloat16), module.bfloat16, module.half, module.float):
         cast()
@@ -160,7 +161,7 @@ def test_parameters_stay_float32_and_exact() -> None:
 
 
 def test_coefficients_are_float32_for_16_bit_streams_and_under_autocast() -> None:
-    module = _random(HyperConnection(HyperConnectionConfig(), 16, 1e-6)).bfloat16()
+    module = _random(HyperConnection(SETTINGS, 16, 1e-6)).bfloat16()
     streams = torch.randn(3, 5, 4, 16).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         collapsed, mixing = module(streams)
