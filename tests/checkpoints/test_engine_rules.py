@@ -165,6 +165,7 @@ FAILS = [
     ("vllm", "rnn", "deepspec", lambda c: None, list, "head"),
     ("vllm", "vanilla", "deepspec", put(architectures=["DominoDraftModel"]), list, "head"),
     ("vllm", "dflash_bonus", "zlab", nest(sample_from_anchor=True), list, "anchor layout"),
+    ("vllm", "vanilla", "deepspec", nest(sample_from_anchor=True), list, "anchor layout"),
     ("vllm", "reduced", "deepspec", lambda c: None, without_tensor("d2t"), "d2t"),
     ("vllm", "reduced", "deepspec", lambda c: None, without_tensor("lm_head"), "draft vocabulary"),
     ("vllm", "vanilla", "speculators", drop("aux_hidden_state_layer_ids"), list, "taps"),

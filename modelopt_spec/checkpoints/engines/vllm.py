@@ -108,7 +108,9 @@ class VLLM(Engine):
         if dspark:
             self._dspark(keys, directory, view)
         else:
-            self._dflash(nested, view)
+            self._dflash(view)
+        if nested.get("sample_from_anchor", False):
+            view.fails["anchor layout"] = "it rejects sample_from_anchor inside dflash_config, for DSpark drafts too"
         self._vocabulary(directory, view)
         return view
 
@@ -200,13 +202,11 @@ class VLLM(Engine):
         view.does["confidence input"] = confidence_input(enabled, bool(keys.get("confidence_head_with_markov", False)))
 
     @staticmethod
-    def _dflash(nested: Mapping[str, Any], view: View) -> None:
+    def _dflash(view: View) -> None:
         """No head; the draft length comes from the command line alone."""
         view.does["head"], view.does["head rank"] = "none", 0
         view.does["confidence head"], view.does["confidence input"] = False, "none"
         view.does["anchor layout"] = "bonus_anchor"
-        if nested.get("sample_from_anchor", False):
-            view.fails["anchor layout"] = "its DFlash draft rejects sample_from_anchor"
 
     @staticmethod
     def _vocabulary(directory: Directory, view: View) -> None:

@@ -48,7 +48,11 @@ class DeepSpecLayout(Layout):
         return None
 
     def write_config(self, config: DrafterConfig, *, target: TargetFacts = NO_TARGET) -> dict[str, Any]:
-        """Every key that a reader may look up, none left to a default."""
+        """Every key that a reader may look up, none left to a default.
+
+        ``sample_from_anchor`` stands at the top level only: inside ``dflash_config`` vLLM takes it for a DFlash draft's
+        and refuses it.
+        """
         anchor_first = config.layout == BlockLayout.ANCHOR_FIRST
         rank = 0 if config.head.type == "none" else config.head.rank
         draft_keys: dict[str, Any] = {
@@ -61,7 +65,7 @@ class DeepSpecLayout(Layout):
             "confidence_head_with_markov": config.confidence.enabled and config.confidence.with_markov,
             "sample_from_anchor": anchor_first,
         }
-        nested = {**flash_config(config, target), "shift_label": anchor_first, "sample_from_anchor": anchor_first}
+        nested = {**flash_config(config, target), "shift_label": anchor_first}
         if config.draft_vocab_size is not None:
             draft_keys["draft_vocab_size"] = config.draft_vocab_size
         return {
