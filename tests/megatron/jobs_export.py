@@ -23,9 +23,10 @@ def write(directory: str, mode: str, engine: str, **layout: Any) -> dict[str, An
     if torch.distributed.get_rank() == 0:
         export(reference, root / "hf", engines=[engine], quiet=True)
         save(reference, root / "hf_saved")
-        fresh, _, _ = reference, None, None
-        del fresh.drafter
-        restore(fresh, root / "megatron_saved")
+        with torch.no_grad():
+            reference.drafter.fc.weight.zero_()
+        restore(reference, root / "megatron_saved")
+        save(reference, root / "hf_restored")
     torch.distributed.barrier()
     try:
         export_drafter(model, root / "megatron", engines=[engine], quiet=True)
