@@ -33,7 +33,7 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python -m benchmarks.train_step
 
 engines: setup
 	tools/engines/install.sh llamacpp

@@ -1,0 +1,222 @@
+"""One drafter step (forward and backward, cached features, float32, one thread) of every head: against the floor of its
+needed multiplications, and against nvidia-modelopt in the same process. `make bench` runs it.
+
+Peers are interleaved with ours, repetition by repetition; times are CPU seconds, figures are medians. Writes JSON and a
+figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from torch import Tensor
+
+from benchmarks.peers import modelopt_step
+from benchmarks.step_sizes import StepSizes, needed_flops, peak_bytes, sgemm_rate
+from modelopt_spec.config import LossConfig
+from modelopt_spec.conversion import MODES
+from modelopt_spec.drafter.drafter import build_drafter
+from modelopt_spec.records import TargetFeatures
+from modelopt_spec.targets.base import TargetShape
+from modelopt_spec.training.blocks import make_blocks, sample_anchors, valid_anchors
+from modelopt_spec.training.loss import LossWeights, Projection, draft_loss, gather_rows
+from modelopt_spec.training.module import block_settings
+from modelopt_spec.versions import versions
+
+MODE_OF = {"none": "dflash", "vanilla": "dspark", "gated": "dspark", "rnn": "dspark", "gru": "domino"}
+LOSS_OF = {
+    "none": LossWeights(ce=1.0),
+    "gru": LossWeights(ce=0.6, base_ce=0.4),
+    **{head: LossWeights(ce=0.1, tv=0.9, confidence=1.0) for head in ("vanilla", "gated", "rnn")},
+}
+
+
+class CachedTarget:
+    """A target of which only the embedding and the output projection are left."""
+
+    def __init__(self, sizes: StepSizes) -> None:
+        self.embedding = torch.randn(sizes.vocab, sizes.hidden) * 0.02
+        self.weight = torch.randn(sizes.vocab, sizes.hidden) * 0.02
+        self.shape = TargetShape(
+            "bench", sizes.hidden, sizes.vocab, 8, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate, 1e-6
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., D]."""
+        return self.embedding[ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return hidden @ self.weight.T
+
+    def output_weight(self) -> Tensor:
+        """[V, D]."""
+        return self.weight
+
+
+def make_inputs(sizes: StepSizes) -> dict[str, Tensor]:
+    """One fully supervised row and its cached features."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(3, sizes.vocab - 1, (1, sizes.seq), generator=generator),
+        "loss_mask": torch.ones(1, sizes.seq, dtype=torch.bool),
+        "taps": torch.randn(1, sizes.seq, sizes.taps * sizes.hidden, generator=generator),
+        "last_hidden": torch.randn(1, sizes.seq, sizes.hidden, generator=generator),
+    }
+
+
+def our_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> tuple[Callable[[], None], dict[str, int]]:
+    """One step of this package as a function, and the counts that its floor is made of."""
+    torch.manual_seed(0)
+    config = MODES[MODE_OF[head]](
+        block_size=sizes.block,
+        target_layer_ids=(2, 5),
+        mask_token_id=sizes.vocab - 1,
+        vocab_size=sizes.vocab,
+        target_hidden_size=sizes.hidden,
+        num_target_layers=8,
+        head={"type": head, "rank": sizes.rank},
+        backbone={
+            "num_layers": sizes.layers,
+            "hidden_size": sizes.hidden,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "intermediate_size": sizes.intermediate,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    )
+    drafter = build_drafter(config)
+    drafter.bind(CachedTarget(sizes))
+    weights = LOSS_OF[head]
+    settings = block_settings(drafter, LossConfig(), sizes.anchors)
+    anchors, keep = sample_anchors(
+        valid_anchors(inputs["loss_mask"])[:, : sizes.seq], sizes.anchors, torch.Generator().manual_seed(0)
+    )
+    features = TargetFeatures(inputs["taps"], inputs["last_hidden"])
+
+    def step() -> None:
+        drafter.zero_grad(set_to_none=True)
+        blocks = make_blocks(inputs["input_ids"], inputs["loss_mask"], anchors, keep, settings)
+        output = drafter(features, blocks)
+        rows = gather_rows(output, blocks, features.last_hidden if weights.needs_target else None)
+        draft_loss(rows, Projection.of(drafter), weights, None).loss.backward()
+
+    blocks = make_blocks(inputs["input_ids"], inputs["loss_mask"], anchors, keep, settings)
+    positions = blocks.target_positions[blocks.supervised].unique().numel() if weights.needs_target else 0
+    counts = {
+        "slots": int(blocks.supervised.sum()),
+        "positions": positions,
+        "context_pairs": int(anchors.sum()) * sizes.block,
+    }
+    return step, counts
+
+
+def cpu_seconds(step: Callable[[], None]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def measure(head: str, sizes: StepSizes, repeats: int, peer: bool) -> dict[str, Any]:
+    """Medians of interleaved repetitions, and peak bytes of one step each."""
+    inputs = make_inputs(sizes)
+    ours, counts = our_step(head, sizes, inputs)
+    steps = {"ours": ours}
+    if peer:
+        steps["modelopt"] = modelopt_step(head, sizes, inputs)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    floors = []
+    for step in steps.values():
+        step()
+    flops = needed_flops(sizes, head, **counts)
+    for _ in range(repeats):
+        for name, step in steps.items():
+            floor = flops / sgemm_rate()
+            elapsed = cpu_seconds(step)
+            times[name].append(elapsed / floor)
+            if name == "ours":
+                floors.append(floor)
+    result: dict[str, Any] = {
+        "head": head,
+        "sizes": asdict(sizes),
+        **counts,
+        "gflop": flops / 1e9,
+        "floor_seconds": statistics.median(floors),
+        "over_floor": {name: statistics.median(values) for name, values in times.items()},
+        "peak_mib": {name: peak_bytes(step) / 2**20 for name, step in steps.items()},
+    }
+    if peer:
+        result["time_ratio"] = statistics.median(a / b for a, b in zip(times["ours"], times["modelopt"], strict=True))
+        result["peak_ratio"] = result["peak_mib"]["ours"] / result["peak_mib"]["modelopt"]
+    return result
+
+
+def sweep(heads: list[str], quick: bool) -> list[tuple[str, StepSizes]]:
+    """The sizes of the sweep: N and S at V 32000, V 151936 at N 64."""
+    base = StepSizes()
+    points = [replace(base, anchors=n) for n in ((64,) if quick else (32, 64, 128, 256))]
+    if not quick:
+        points += [replace(base, seq=s) for s in (1024, 2048)]
+        points.append(replace(base, vocab=151936))
+    return [(head, sizes) for sizes in points for head in heads]
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Bars of time over the floor, ours beside the peer's."""
+    labels = [f"{r['head']}\nN{r['sizes']['anchors']} S{r['sizes']['seq']} V{r['sizes']['vocab']}" for r in results]
+    figure, axes = plt.subplots(figsize=(max(6, 0.9 * len(results)), 4), layout="constrained")
+    places = range(len(results))
+    axes.bar([p - 0.2 for p in places], [r["over_floor"]["ours"] for r in results], 0.4, label="modelopt-spec")
+    theirs = [r["over_floor"].get("modelopt", 0.0) for r in results]
+    axes.bar([p + 0.2 for p in places], theirs, 0.4, label="nvidia-modelopt")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(ylabel="time over the matmul floor", xticks=list(places))
+    axes.set_xticklabels(labels, fontsize=7)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", default="none,vanilla,gated,rnn,gru")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="N 64, S 512, V 32000 only")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    for head, sizes in sweep(options.heads.split(","), options.quick):
+        result = measure(head, sizes, options.repeats, not options.no_peers)
+        results.append(result)
+        line = f"{head:8} N {sizes.anchors:3} S {sizes.seq:4} V {sizes.vocab:6}  over floor {result['over_floor']['ours']:.2f}"
+        if "time_ratio" in result:
+            line += f"  modelopt {result['over_floor']['modelopt']:.2f}  time ratio {result['time_ratio']:.2f}"
+            line += f"  peak {result['peak_mib']['ours']:.0f} / {result['peak_mib']['modelopt']:.0f} MiB"
+            line += f" = {result['peak_ratio']:.2f}"
+        print(line, flush=True)
+        (options.out / "train_step.json").write_text(
+            json.dumps({"versions": versions(), "repeats": options.repeats, "results": results}, indent=1) + "\n"
+        )
+    draw(results, options.out / "train_step.png")
+
+
+if __name__ == "__main__":
+    main()
