@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slow check bench engines megatron docs clean
+.PHONY: setup demo test test-slow check bench engines engines-quick megatron docs clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/python examples/demo/run.py
 
 test: setup
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow
@@ -34,6 +34,10 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.train_step
+
+engines-quick: setup
+	tools/engines/install.sh llamacpp
+	$(BIN)/python -m pytest -q -m engines tests/engines/test_llama_cpp.py -k 'changes_no_token or accepted_length'
 
 engines: setup
 	tools/engines/install.sh llamacpp
