@@ -43,6 +43,8 @@ def fill_parts(backbone: BackboneConfig, shape: TargetShape) -> BackboneConfig:
         changes["hyper_connection"] = _filled(backbone.hyper_connection, shape.parts.get("hyper_connection"), _HYPER)
     if backbone.moe is not None:
         changes["moe"] = _filled(backbone.moe, _experts_of(backbone, shape), _expert_defaults(backbone, shape))
+        if backbone.type == "moe_mhc":
+            changes["intermediate_size"] = changes["moe"].intermediate_size
     return backbone.replace(**changes) if changes else backbone
 
 

@@ -22,7 +22,7 @@ from modelopt_spec.checkpoints.engines.base import drafts_of
 from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.layouts import Draft
-from modelopt_spec.checkpoints.layouts.base import NO_TARGET
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, kept_in_float32
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError
@@ -237,7 +237,11 @@ def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[s
 
 
 def _cast(draft: Draft, dtype: torch.dtype) -> Draft:
-    return Draft(draft.config, {n: t.to(dtype) if t.is_floating_point() else t for n, t in draft.tensors.items()})
+    kept = kept_in_float32(draft.config) if dtype in (torch.bfloat16, torch.float16) else frozenset()
+    return Draft(
+        draft.config,
+        {n: t.to(dtype) if t.is_floating_point() and n not in kept else t for n, t in draft.tensors.items()},
+    )
 
 
 def _check_mask(draft: Draft) -> None:

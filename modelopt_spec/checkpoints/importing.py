@@ -17,7 +17,7 @@ from modelopt_spec.checkpoints.layouts import Draft, Layout, get_layout, recogni
 from modelopt_spec.checkpoints.layouts.base import SHARED
 from modelopt_spec.checkpoints.safe_read import pickles, read_json, read_tensors, tensor_entries
 from modelopt_spec.checkpoints.store import save
-from modelopt_spec.config import BackboneConfig, DrafterConfig, HeadConfig
+from modelopt_spec.config import BackboneConfig, DrafterConfig, HeadConfig, MoEConfig
 from modelopt_spec.conversion import convert
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError, ConfigError, nearest
@@ -191,6 +191,9 @@ def canonical(config: DrafterConfig) -> DrafterConfig:
     """A config without what no published layout can say: two drafters that differ only there read the same files."""
     backbone, head = config.backbone, config.head
     backbone = backbone.replace(window_rule=BackboneConfig().window_rule)
+    if backbone.moe is not None:
+        how = ("balancing", "bias_update_rate", "balance_weight")
+        backbone = backbone.replace(moe=backbone.moe.replace(**{name: getattr(MoEConfig(), name) for name in how}))
     if head.type == "none":
         head = HeadConfig()
     elif head.type == "gru":

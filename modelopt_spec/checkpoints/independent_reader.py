@@ -72,7 +72,11 @@ class IndependentDraft:
     @classmethod
     def open(cls, directory: str | Path, dtype: torch.dtype = torch.float32) -> IndependentDraft:
         """Read ``config.json`` and the safetensors files of a directory that was just written, or checked before."""
+        from modelopt_spec.checkpoints.independent_v4 import IndependentV4Draft, holds_v4_draft
+
         root = Path(directory)
+        if holds_v4_draft(root):
+            return IndependentV4Draft.open(root, dtype)
         config = json.loads((root / "config.json").read_text())
         tensors: dict[str, Tensor] = {}
         for file in sorted(root.glob("*.safetensors")):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.layouts.base import Draft, Layout, expected_shapes
+from modelopt_spec.checkpoints.layouts.deepseek_v4 import DeepseekV4Layout
 from modelopt_spec.checkpoints.layouts.deepspec import DeepSpecLayout
 from modelopt_spec.checkpoints.layouts.domino import DominoLayout
 from modelopt_spec.checkpoints.layouts.modelopt import ModelOptLayout
@@ -24,6 +25,7 @@ __all__ = ["LAYOUTS", "Draft", "Layout", "default_layout", "expected_shapes", "g
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
+        DeepseekV4Layout(),
         ModelOptTrainingLayout(),
         SpeculatorsLayout(),
         SpecForgeDSparkLayout(),
@@ -58,6 +60,8 @@ def recognise(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> 
 
 def default_layout(config: DrafterConfig) -> Layout:
     """The layout that most engines read for a drafter of this kind."""
+    if config.backbone.type == "moe_mhc":
+        return LAYOUTS["deepseek_v4"]
     if config.head.type == "gru":
         return LAYOUTS["domino"]
     headless = config.head.type == "none" and not config.confidence.enabled

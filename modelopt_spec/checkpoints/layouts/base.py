@@ -18,9 +18,10 @@ from modelopt_spec.checkpoints.account import Entry, KeyReader
 from modelopt_spec.checkpoints.safe_read import TensorEntry
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
+from modelopt_spec.drafter.drafter import build_drafter
 from modelopt_spec.errors import CheckpointError, UnsupportedError, nearest
 
-__all__ = ["NO_TARGET", "SHARED", "Draft", "Layout", "expected_shapes"]
+__all__ = ["NO_TARGET", "SHARED", "Draft", "Layout", "expected_shapes", "kept_in_float32", "only_dense"]
 
 NO_TARGET = TargetFacts()
 """A target that scales nothing and has no name."""
@@ -78,6 +79,10 @@ class Layout(ABC):
     def known_extra(self, name: str) -> str | None:
         """Why a tensor of the file that the drafter has no place for may stand there; None if it may not."""
         return "the target's own module is used" if name in SHARED else None
+
+    def own_type(self, name: str) -> bool:
+        """Whether a tensor of the file has the draft's float type; false for tables and what stays float32."""
+        return name != "d2t"
 
     def after_read(self, draft: Draft) -> Draft:
         """Values that mean something else in the file than here (offsets, for example); names are done already."""
@@ -147,10 +152,29 @@ class Layout(ABC):
         return pairs, account
 
 
+def kept_in_float32(config: DrafterConfig) -> frozenset[str]:
+    """Our names of the weights that stay float32 when the drafter is cast to a 16-bit type."""
+    with torch.device("meta"):
+        drafter = build_drafter(config).bfloat16()
+    return frozenset(name for name, tensor in drafter.state_dict().items() if tensor.dtype == torch.float32)
+
+
+def only_dense(config: DrafterConfig) -> str | None:
+    """Why a layout of Qwen3-style layers cannot hold a drafter's backbone; None if it can."""
+    backbone = config.backbone
+    if backbone.type != "dense":
+        return f"holds dense backbones only, not {backbone.type}; use layout 'deepseek_v4'"
+    if backbone.residual == "plain" and backbone.mlp == "dense":
+        return None
+    parts = f"residual {backbone.residual}, mlp {backbone.mlp}"
+    return (
+        f"holds plain layers only, and no engine has Qwen3-style layers with {parts}; serve it with "
+        "modelopt_spec.generate, or train with backbone.type moe_mhc"
+    )
+
+
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight of a resolved config's drafter, from a copy without memory."""
-    from modelopt_spec.drafter.drafter import build_drafter
-
     with torch.device("meta"):
         drafter = build_drafter(config)
     return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}

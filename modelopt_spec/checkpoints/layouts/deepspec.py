@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout, only_dense
 from modelopt_spec.checkpoints.layouts.dense_keys import read_draft_keys, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.layouts.zlab import flash_config
@@ -40,8 +40,8 @@ class DeepSpecLayout(Layout):
 
     def refuses(self, config: DrafterConfig) -> str | None:
         """Markov heads on a dense backbone."""
-        if config.backbone.type != "dense":
-            return f"holds dense backbones only, not {config.backbone.type}; use layout 'deepseek_v4'"
+        if (reason := only_dense(config)) is not None:
+            return reason
         if config.head.type not in MARKOV_HEADS:
             other = "layout 'domino' holds it" if config.head.type == "gru" else "distill it into a vanilla head"
             return f"has no {config.head.type!r} head; {other}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout, only_dense
 from modelopt_spec.checkpoints.layouts.dense_keys import read_draft_keys, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.layouts.zlab import flash_config
@@ -38,8 +38,8 @@ class DominoLayout(Layout):
         """GRU heads on a dense backbone, full vocabulary."""
         if config.head.type != "gru":
             return f"holds the gru head only, this drafter's is {config.head.type!r}; use layout 'deepspec' or 'zlab'"
-        if config.backbone.type != "dense":
-            return f"holds dense backbones only, not {config.backbone.type}"
+        if (reason := only_dense(config)) is not None:
+            return reason
         if config.draft_vocab_size is not None:
             return "has no reduced vocabulary; train with draft_vocab_size null"
         if config.confidence.enabled:

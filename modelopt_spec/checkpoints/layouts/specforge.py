@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout, only_dense
 from modelopt_spec.checkpoints.layouts.deepspec import read_dspark
 from modelopt_spec.checkpoints.layouts.dense_keys import sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.domino import DominoLayout
@@ -40,8 +40,8 @@ class SpecForgeDSparkLayout(Layout):
 
     def refuses(self, config: DrafterConfig) -> str | None:
         """Anchor-first Markov heads on a dense backbone with a full vocabulary."""
-        if config.backbone.type != "dense":
-            return f"holds dense backbones only, not {config.backbone.type}"
+        if (reason := only_dense(config)) is not None:
+            return reason
         if config.head.type not in ("vanilla", "gated", "rnn"):
             return f"holds Markov heads only, this drafter's is {config.head.type!r}; use 'zlab' or 'specforge_domino'"
         if config.layout != BlockLayout.ANCHOR_FIRST:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Draft, Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Draft, Layout, only_dense
 from modelopt_spec.checkpoints.layouts.dense_keys import layer_ids, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.safe_read import TensorEntry
@@ -43,8 +43,8 @@ class SpeculatorsLayout(Layout):
 
     def refuses(self, config: DrafterConfig) -> str | None:
         """Markov heads or none, on a dense backbone whose causality follows its windows."""
-        if config.backbone.type != "dense":
-            return f"holds dense backbones only, not {config.backbone.type}"
+        if (reason := only_dense(config)) is not None:
+            return reason
         if config.head.type not in ("none", "vanilla", "gated", "rnn"):
             return f"has no {config.head.type!r} head; use layout 'domino'"
         if config.backbone.causal and config.backbone.sliding_window is None:

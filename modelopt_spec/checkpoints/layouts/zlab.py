@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelopt_spec.checkpoints.account import KeyReader
-from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout
+from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Layout, only_dense
 from modelopt_spec.checkpoints.layouts.dense_keys import read_draft_keys, sink_to_file, sink_to_ours
 from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_backbone
 from modelopt_spec.checkpoints.safe_read import TensorEntry
@@ -57,8 +57,8 @@ class ZLabLayout(Layout):
 
     def refuses(self, config: DrafterConfig) -> str | None:
         """Headless bonus-anchor drafts with a full vocabulary."""
-        if config.backbone.type != "dense":
-            return f"holds dense backbones only, not {config.backbone.type}"
+        if (reason := only_dense(config)) is not None:
+            return reason
         if config.head.type != "none":
             return f"has no correction head, this drafter's is {config.head.type!r}; use layout 'deepspec' or 'domino'"
         if config.layout != BlockLayout.BONUS_ANCHOR:

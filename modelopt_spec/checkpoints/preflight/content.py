@@ -53,7 +53,7 @@ def content_facts(
 ) -> tuple[list[Fact], Draft | None]:
     """Types, weights, own modules and mask token; the draft itself if it can be read."""
     facts = mask_fact(config, directory, target, tokenizer)
-    dtype, draft = _dtype_fact(directory, card), None
+    dtype, draft = _dtype_fact(directory, card, layout), None
     facts.append(dtype)
     try:
         pairs, _ = layout.match(config, directory.entries)
@@ -77,9 +77,11 @@ def content_facts(
     return facts, draft
 
 
-def _dtype_fact(directory: Directory, card: dict[str, Any] | None) -> Fact:
+def _dtype_fact(directory: Directory, card: dict[str, Any] | None, layout: Layout) -> Fact:
     """The type in the card, in the config and in the file itself."""
-    stored = {_NAMES.get(entry.dtype, entry.dtype) for name, entry in directory.entries.items() if name != "d2t"}
+    stored = {
+        _NAMES.get(entry.dtype, entry.dtype) for name, entry in directory.entries.items() if layout.own_type(name)
+    }
     floats = sorted(stored & set(_NAMES.values()))
     held = floats[0] if len(floats) == 1 else " and ".join(floats)
     said = directory.config.get("dtype", directory.config.get("torch_dtype"))
