@@ -99,7 +99,8 @@ class ChunkedLoss:
         self.terms = DraftTerms(ce, weights.tv, weights.kl, acceptance, gradient)
         self.has_target = acceptance or bool(weights.kl)
         self.vocab_size = self._vocab_size()
-        self.tiling = tiling or default_tiling(self.vocab_size, self.dtype, self.device)
+        self.copies = 2 if self.base_weight else 1
+        self.tiling = tiling or default_tiling(self.vocab_size, self.dtype, self.device, self.copies)
         names = {"ce": True, "tv": acceptance, "kl": weights.kl, "base_ce": self.base_weight}
         self.values = {name: self._vector(self.soft_dtype) for name, needed in names.items() if needed}
         self.predicted = self._vector(torch.long)
@@ -145,8 +146,7 @@ class ChunkedLoss:
             self._out = None if projection.head_out is None else projection.head_out.detach().to(self.dtype)
             self._allocate_gradients()
             index = rows.target_index if self.has_target else None
-            copies = 2 if self.base_weight else 1
-            chunks = plan_chunks(rows.blocks, index, self.tiling.chunk_rows, copies)
+            chunks = plan_chunks(rows.blocks, index, self.tiling.chunk_rows, self.copies)
             self._allocate_buffers(chunks)
             for number, chunk in enumerate(chunks):
                 self._run_chunk(chunk, first=number == 0)
