@@ -5,6 +5,8 @@ Legend: B batch, S sequence, N anchors (blocks per row), K slots.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,10 @@ from modelopt_spec.conventions import (
 )
 from modelopt_spec.records import BlockBatch
 
-__all__ = ["BlockSettings", "anchor_generator", "make_blocks", "sample_anchors", "valid_anchors"]
+__all__ = ["BlockSettings", "anchor_generator", "make_blocks", "row_generators", "sample_anchors", "valid_anchors"]
+
+AnchorGenerator = torch.Generator | Sequence[torch.Generator] | None
+"""One generator for a batch, or one for each of its rows."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +50,37 @@ def valid_anchors(loss_mask: Tensor, segment_ids: Tensor | None = None) -> Tenso
     return valid
 
 
-def sample_anchors(valid: Tensor, num_anchors: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def sample_anchors(valid: Tensor, num_anchors: int, generator: AnchorGenerator = None) -> tuple[Tensor, Tensor]:
     """Draw up to ``num_anchors`` of each row's valid positions without replacement.
 
     Args:
-        valid: bool [B, S]. generator: on the CPU, so that a run is the same on every device.
+        valid: bool [B, S].
+        num_anchors: blocks of a row, at most.
+        generator: on the CPU, so that a run is the same on every device. With one for each row (:func:`row_generators`)
+            a row's anchors depend on neither its batch nor the padding.
 
     Returns:
         anchors [B, N] ascending, padding blocks (position 0) last; keep [B, N]. N is the
         largest count of the batch, at least 1.
     """
     length = valid.shape[1]
-    order = torch.rand(valid.shape, generator=generator).to(valid.device)
-    scores = torch.where(valid, order, -1.0)
+    scores = torch.where(valid, _scores(valid, generator), -1.0)
     count = max(1, min(num_anchors, int(valid.sum(1).max())))
     best, positions = scores.topk(count, dim=1)
     keep = best >= 0
     positions = torch.where(keep, positions, length).sort(dim=1).values
     keep = positions < length
     return torch.where(keep, positions, 0), keep
+
+
+def _scores(valid: Tensor, generator: AnchorGenerator) -> Tensor:
+    """Uniform numbers [B, S]; rows with generators of their own draw one for each valid position."""
+    if generator is None or isinstance(generator, torch.Generator):
+        return torch.rand(valid.shape, generator=generator).to(valid.device)
+    scores, mask = torch.zeros(valid.shape), valid.cpu()
+    for row, own in enumerate(generator):
+        scores[row, mask[row]] = torch.rand(int(mask[row].sum()), generator=own)
+    return scores.to(valid.device)
 
 
 def make_blocks(
@@ -124,3 +141,14 @@ def make_blocks(
 def anchor_generator(seed: int, place: int) -> torch.Generator:
     """A CPU generator that depends on the run's seed and a place in it."""
     return torch.Generator().manual_seed((seed * 1_000_003 + place) % (2**63))
+
+
+def row_generators(seed: int, step: int | str, rows: Sequence[int]) -> list[torch.Generator]:
+    """A CPU generator for each row of a batch, from the seed, the step and the row's index in the data set alone.
+
+    Whoever cuts the same rows at the same step into other micro-batches, or spreads them over other ranks, draws the
+    same anchors. Evaluation names itself instead of a step.
+    """
+    names = (f"{seed}|{step}|{row}".encode() for row in rows)
+    digests = (hashlib.blake2b(name, digest_size=8).digest() for name in names)
+    return [torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1) for digest in digests]

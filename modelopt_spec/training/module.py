@@ -5,7 +5,6 @@ Legend: B batch, S sequence, N anchors, K slots, M supervised slots, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,11 +15,12 @@ from modelopt_spec.conventions import BlockLayout
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.records import BlockBatch
-from modelopt_spec.training.blocks import BlockSettings, make_blocks, sample_anchors, valid_anchors
+from modelopt_spec.training.blocks import AnchorGenerator, BlockSettings, make_blocks, sample_anchors, valid_anchors
+from modelopt_spec.training.curves import StepStatistics, statistics
 from modelopt_spec.training.features import FeatureSource, OnlineFeatures
 from modelopt_spec.training.loss import LossResult, LossWeights, Projection, SlotRows, draft_loss, gather_rows
 
-__all__ = ["DraftTrainingModule", "StepStatistics", "block_settings", "lambda_at"]
+__all__ = ["DraftTrainingModule", "StepStatistics", "block_settings", "lambda_at", "nonfinite_rows", "statistics"]
 
 
 def stops_at_gap(config: DrafterConfig, loss: LossConfig) -> bool:
@@ -50,19 +50,6 @@ def lambda_at(step: int, total_steps: int, loss: LossConfig) -> float:
         return 0.0
     decay_steps = max(1, int(total_steps * loss.base_ce_decay_ratio))
     return loss.base_ce_start * (1.0 - min(step / decay_steps, 1.0))
-
-
-@dataclass(frozen=True)
-class StepStatistics:
-    """Sums over the supervised slots of a batch; the trainer adds them up over batches and ranks."""
-
-    terms: Tensor
-    """[2 * terms] sum and weight sum of each loss term, in the order of ``names``."""
-    names: tuple[str, ...]
-    slots: Tensor
-    """[4, K]: supervised, reached with all earlier slots correct, correct among those, acceptance by probability."""
-    blocks: Tensor
-    """[3]: blocks, tokens committed by greedy agreement, and by acceptance probability (bonus included)."""
 
 
 class DraftTrainingModule(nn.Module):
@@ -101,7 +88,7 @@ class DraftTrainingModule(nn.Module):
         self.drafter.train(mode)
         return self
 
-    def blocks(self, batch: dict[str, Any], generator: torch.Generator | None) -> BlockBatch:
+    def blocks(self, batch: dict[str, Any], generator: AnchorGenerator) -> BlockBatch:
         """Draw anchors and lay out the blocks of a batch of token rows."""
         segments = batch.get("segment_ids")
         anchors, keep = sample_anchors(
@@ -137,14 +124,15 @@ class DraftTrainingModule(nn.Module):
         output = self.drafter(features, blocks, positions)
         last_hidden = features.last_hidden if self.loss_config.needs_target else None
         rows = gather_rows(output, blocks, last_hidden)
-        result = draft_loss(rows, self.projection(), self._weights(base_ce), divisor)
+        result = draft_loss(rows, self.projection(), self.weights(base_ce), divisor)
         return result.loss, statistics(rows, result, blocks), rows, result
 
     def projection(self) -> Projection:
         """How the drafter's outputs become logits; targets that share the vocabulary over ranks have their own."""
         return Projection.of(self.drafter)
 
-    def _weights(self, base_ce: float) -> LossWeights:
+    def weights(self, base_ce: float = 0.0) -> LossWeights:
+        """Weights of the terms where Domino's lambda is ``base_ce``."""
         config = self.loss_config
         return LossWeights(
             ce=config.ce * (1.0 - base_ce),
@@ -156,35 +144,9 @@ class DraftTrainingModule(nn.Module):
         )
 
 
-@torch.no_grad()
-def statistics(rows: SlotRows, result: LossResult, blocks: BlockBatch) -> StepStatistics:
-    """What a training log shows, as sums.
-
-    Slots are counted on from the first supervised one of each block. Greedy agreement compares the argmax of the
-    corrected logits with the data's token; on text that the target wrote greedily it is the real acceptance.
-    """
-    n_blocks, size = blocks.keep.numel(), blocks.input_ids.shape[-1]
-    device = rows.labels.device
-
-    def grid(values: Tensor) -> Tensor:
-        full = torch.zeros(n_blocks, size, device=device)
-        full[rows.blocks, rows.slots] = values.float()
-        return full
-
-    supervised = grid(torch.ones_like(rows.weights))
-    correct = grid(result.correct)
-    passed = torch.where(supervised.bool(), correct, 1.0).cumprod(1) * supervised
-    before = torch.where(supervised.bool(), correct, 1.0).cumprod(1).roll(1, 1)
-    before[:, 0] = 1.0
-    reached = before * supervised
-    has_any = supervised.any(1)
-    accept = grid(result.acceptance) if result.acceptance is not None else correct
-    by_probability = torch.where(supervised.bool(), accept, 1.0).cumprod(1) * supervised
-    slots = torch.stack([supervised.sum(0), reached.sum(0), passed.sum(0), (accept * supervised).sum(0)])
-    totals = torch.stack([has_any.sum().float(), passed.sum() + has_any.sum(), by_probability.sum() + has_any.sum()])
-    names = tuple(result.terms)
-    sums = [value for name in names for value in result.terms[name]]
-    terms = (
-        torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in sums]) if sums else torch.zeros(0)
-    )
-    return StepStatistics(terms=terms, names=names, slots=slots.double(), blocks=totals.double())
+def nonfinite_rows(rows: SlotRows, result: LossResult, blocks: BlockBatch) -> list[int]:
+    """Rows of the batch with a slot whose weight or loss term is NaN or infinite; all of them if no slot has one."""
+    values = torch.stack([value.double() for value in (result.weights, *result.values.values())])
+    bad = (~torch.isfinite(values)).any(0)
+    found = (rows.blocks[bad] // blocks.keep.shape[1]).unique().tolist()
+    return found or list(range(blocks.keep.shape[0]))

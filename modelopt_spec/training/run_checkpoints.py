@@ -1,40 +1,125 @@
-"""Checkpoints of a run: sealed with checksums when complete, so that a torn or damaged one is never resumed from."""
+"""Checkpoints of a run: written beside their place, sealed with checksums and renamed into it when complete.
+
+So a directory ``checkpoint-N`` is whole whenever the process died, and one that was damaged later is noticed and passed
+over on resume.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from modelopt_spec.errors import CheckpointError
 
-__all__ = ["SEAL", "is_intact", "newest_intact", "prune", "seal"]
+__all__ = [
+    "RUN",
+    "SEAL",
+    "check_position",
+    "check_writable",
+    "checkpoint_dir",
+    "clear_staging",
+    "is_intact",
+    "newest_intact",
+    "prune",
+    "publish",
+    "read_run",
+    "seal",
+    "staging_dir",
+]
 
-SEAL = "sealed.json"
+SEAL, RUN = "sealed.json", "run.json"
+RESUMABLE = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 _NAME = re.compile(r"checkpoint-(\d+)$")
+_STAGING = ".saving"
 
 
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Place of the checkpoint after ``step`` optimizer steps."""
+    return run_dir / f"checkpoint-{step}"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def check_writable(run_dir: Path) -> None:
+    """Create the directory of a run and write to it, before anything expensive begins.
+
+    Raises:
+        CheckpointError: it cannot be made or written to.
+    """
+    probe = run_dir / f".writable.{os.getpid()}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"training.output_dir {str(run_dir)!r} cannot be written to ({error.strerror or error}): choose another one"
+        ) from None
+
+
+def staging_dir(run_dir: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return run_dir / _STAGING
+
+
+def clear_staging(run_dir: Path) -> None:
+    """Remove what a process that died while saving has left."""
+    shutil.rmtree(staging_dir(run_dir), ignore_errors=True)
+
+
+def publish(run_dir: Path, step: int) -> Path:
+    """Seal the staged checkpoint and rename it into its place; a damaged one that stands there gives way."""
+    final = checkpoint_dir(run_dir, step)
+    staged = staging_dir(run_dir) / final.name
+    seal(staged)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(staged, final)
+    _sync(run_dir)
+    clear_staging(run_dir)
+    return final
 
 
 def seal(directory: Path) -> None:
-    """Record the sha256 of every file of a complete checkpoint; the record itself appears at once or not at all."""
-    files = {str(f.relative_to(directory)): _digest(f) for f in sorted(directory.rglob("*")) if f.is_file()}
-    files.pop(SEAL, None)
+    """Flush every file of a complete checkpoint to disk and record its sha256; the record appears at once or not."""
+    files = {}
+    for file in sorted(directory.rglob("*")):
+        if file.is_file() and file.name != SEAL:
+            files[str(file.relative_to(directory))] = _digest(file)
+            _sync(file)
     temporary = directory / f".{SEAL}.{os.getpid()}"
-    with temporary.open("w") as stream:
-        json.dump(files, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    temporary.write_text(json.dumps(files, indent=1))
+    _sync(temporary)
     temporary.replace(directory / SEAL)
+    _sync(directory)
+
+
+def prune(run_dir: Path, keep: int | None, protect: str | None = None) -> None:
+    """Remove what is older than the ``keep`` newest sealed checkpoints, and unsealed ones older than the newest.
+
+    Args:
+        run_dir: directory of the run.
+        keep: how many to keep; None or 0 for all.
+        protect: a checkpoint that stays in any case (the best one).
+    """
+    everything = _all(run_dir)
+    sealed = [path for path in everything if (path / SEAL).exists()]
+    if not sealed:
+        return
+    torn = [path for path in everything[everything.index(sealed[0]) :] if path not in sealed]
+    for path in torn + (sealed[keep:] if keep else []):
+        if protect is None or path.resolve() != Path(protect).resolve():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def is_intact(directory: Path) -> bool:
@@ -46,21 +131,21 @@ def is_intact(directory: Path) -> bool:
     return all((directory / name).is_file() and _digest(directory / name) == digest for name, digest in files.items())
 
 
-def _all(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run, newest first."""
-    found = [(int(m.group(1)), p) for p in run_dir.glob("checkpoint-*") if (m := _NAME.search(p.name)) and p.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
 def newest_intact(run_dir: Path) -> Path | None:
     """The checkpoint to resume from: the newest that is intact; None when a run has none at all.
 
     Raises:
-        CheckpointError: there are checkpoints, but each is damaged.
+        CheckpointError: there are checkpoints, but each is damaged; or the newest cannot be resumed from.
     """
     candidates = _all(run_dir)
     for path in candidates:
         if is_intact(path):
+            missing = [name for name in RESUMABLE if not (path / name).is_file()]
+            if missing:
+                raise CheckpointError(
+                    f"{path} holds a drafter but no {', '.join(missing)} (training.save_only_model?): start another "
+                    "run from it with drafter.init_from"
+                )
             return path
     if any((path / SEAL).exists() for path in candidates):
         names = ", ".join(path.name for path in candidates)
@@ -71,12 +156,56 @@ def newest_intact(run_dir: Path) -> Path | None:
     return None
 
 
-def prune(run_dir: Path, keep: int | None) -> None:
-    """Remove what is older than the ``keep`` newest sealed checkpoints, and torn ones older than the newest."""
-    sealed = [path for path in _all(run_dir) if (path / SEAL).exists()]
-    if not sealed:
-        return
-    newest = _all(run_dir).index(sealed[0])
-    torn = [path for path in _all(run_dir)[newest:] if path not in sealed]
-    for path in torn + (sealed[keep:] if keep else []):
-        shutil.rmtree(path)
+def read_run(directory: str | Path) -> dict[str, Any]:
+    """What the run that wrote a checkpoint was like (``run.json``): rows a step, data, rows without supervision."""
+    file = Path(directory) / RUN
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def check_position(saved: dict[str, Any], now: dict[str, Any], path: str) -> None:
+    """Refuse a position in the data that means something else in this run.
+
+    Args:
+        saved: of :func:`read_run`.
+        now: the same entries of the run that resumes.
+        path: of the checkpoint.
+
+    Raises:
+        CheckpointError: other rows a step, other data or another order.
+    """
+    if saved.get("rows_per_step", now["rows_per_step"]) != now["rows_per_step"]:
+        raise CheckpointError(
+            f"{path} was written with {saved['rows_per_step']} rows a step ({saved['ranks']} ranks), this run has "
+            f"{now['rows_per_step']} ({now['ranks']} ranks): choose per_device_train_batch_size and "
+            "gradient_accumulation_steps so that batch x accumulation x ranks is the same, or set "
+            "training.ignore_data_skip=true to start the data anew"
+        )
+    differing = [name for name in ("rows", "data", "data_seed", "order") if saved.get(name, now[name]) != now[name]]
+    if differing:
+        values = ", ".join(f"{name}: {saved[name]}, now {now[name]}" for name in differing)
+        raise CheckpointError(
+            f"{path} was written with other data ({values}): its position means nothing here. Use the same data "
+            "section, or set training.ignore_data_skip=true to start the data anew"
+        )
+
+
+def _all(run_dir: Path) -> list[Path]:
+    """Checkpoints of a run, newest first."""
+    found = [(int(m.group(1)), p) for p in run_dir.glob("checkpoint-*") if (m := _NAME.search(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

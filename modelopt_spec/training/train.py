@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.conversion import convert
@@ -18,11 +20,12 @@ from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.progress import progress
 from modelopt_spec.targets.load import load_target, load_tokenizer
-from modelopt_spec.training import run_checkpoints
+from modelopt_spec.training import ranks, run_checkpoints, sharding
 from modelopt_spec.training.features import FeatureSource, MemoryFeatures, OnlineFeatures
+from modelopt_spec.training.interrupt import Interrupt
 from modelopt_spec.training.module import DraftTrainingModule
 from modelopt_spec.training.recipe import Recipe, load_recipe
-from modelopt_spec.training.trainer import DraftTrainer, IndexedRows, collator
+from modelopt_spec.training.trainer import Collator, DraftTrainer, IndexedRows
 from modelopt_spec.versions import versions
 
 __all__ = ["TrainResult", "train"]
@@ -43,6 +46,8 @@ class TrainResult:
     """The saved drafter, for :func:`modelopt_spec.restore`, evaluate and export."""
     report: dict[str, Any]
     """Also in ``report.json``: versions, recipe, seed, data fingerprint and curves."""
+    stopped_by: str | None = None
+    """``"SIGTERM"`` or ``"max_minutes"`` where the run ended before its last step; ``resume`` goes on from there."""
 
 
 class _Bar(TrainerCallback):
@@ -59,17 +64,6 @@ class _Bar(TrainerCallback):
         self.advance(1, note=self.note)
 
 
-class _Deadline(TrainerCallback):
-    """Stops a run, with its state saved, when its time is over."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if time.monotonic() >= self.end:
-            control.should_training_stop = True
-
-
 def train(
     recipe: str | Path | Recipe,
     overrides: list[str] | tuple[str, ...] = (),
@@ -78,6 +72,9 @@ def train(
     quiet: bool = False,
 ) -> TrainResult:
     """Train a drafter as a recipe says.
+
+    SIGTERM ends the run after the step in progress with its state saved; it returns, and ``resume`` goes on from there.
+    With several ranks (torchrun, accelerate, SLURM) every rank calls this and the first one writes.
 
     Args:
         recipe: built-in name (``dspark/smollm2_135m``), YAML file, or a loaded :class:`Recipe`.
@@ -89,23 +86,23 @@ def train(
         The model, where it was saved, and the report.
 
     Raises:
-        SpecError: a mistake in recipe or data; a loss that is not finite (the state before it is saved).
+        SpecError: a mistake in recipe or data, an output directory that cannot be written or holds another run, a disk
+            that is full (earlier checkpoints stay), or a loss that is not finite (the state before it is saved).
     """
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe) and overrides:
         raise ConfigError("overrides need a recipe's name or file, not a loaded Recipe")
     output_dir = Path(loaded.training.arguments().get("output_dir") or "runs/mtsp")
-    checkpoint = run_checkpoints.newest_intact(output_dir) if resume else None
-    if not resume and (output_dir / REPORT).exists():
-        raise CheckpointError(
-            f"{output_dir} holds a finished run: pass resume (--resume), or set another training.output_dir"
-        )
     arguments = _arguments(loaded, output_dir)
+    checkpoint = _begin(output_dir, resume, arguments)
     model_section = loaded.model
-    tokenizer = load_tokenizer(
-        model_section.name_or_path, revision=model_section.revision, trust_remote_code=model_section.trust_remote_code
-    )
-    data = load_datasets(loaded.data, tokenizer, quiet=quiet)
+    with _one_after_the_other(arguments):
+        tokenizer = load_tokenizer(
+            model_section.name_or_path,
+            revision=model_section.revision,
+            trust_remote_code=model_section.trust_remote_code,
+        )
+        data = load_datasets(loaded.data, tokenizer, quiet=quiet or not arguments.should_log)
     model = load_target(
         model_section.name_or_path,
         dtype=model_section.dtype,
@@ -115,21 +112,52 @@ def train(
         device=arguments.device,
     )
     torch.manual_seed(arguments.seed)
-    _attach(model, tokenizer, loaded, quiet=quiet)
-    trainer = _trainer(model, tokenizer, data, loaded, arguments)
+    _attach(model, tokenizer, loaded, quiet=quiet or not arguments.should_log)
+    trainer = _trainer(model, tokenizer, data, loaded, arguments, quiet=quiet)
     started = time.time()
-    if loaded.training.max_minutes is not None:
-        trainer.add_callback(_Deadline(loaded.training.max_minutes))
-    _run(trainer, checkpoint, quiet=quiet)
-    save(model, output_dir / DRAFTER, overwrite=True, extra=trainer.provenance)
-    report = _report(trainer, loaded, data, time.time() - started)
-    _write_json(output_dir / REPORT, report)
-    if loaded.export.engines:
-        from modelopt_spec.checkpoints.export import export
+    stopped_by = _run(trainer, checkpoint, loaded.training.max_minutes, quiet=quiet)
+    report = _report(trainer, loaded, data, time.time() - started, stopped_by)
+    saved = output_dir / DRAFTER
+    if stopped_by == "SIGTERM":
+        saved = run_checkpoints.checkpoint_dir(output_dir, trainer.state.global_step)
+        return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by)
+    model.drafter = sharding.whole_drafter(trainer.module.drafter)
+    if arguments.should_save:
+        save(model, saved, overwrite=True, extra=trainer.provenance)
+        _write_json(output_dir / REPORT, report)
+        if loaded.export.engines:
+            from modelopt_spec.checkpoints.export import export
 
-        destination = loaded.export.output_dir or str(output_dir / "export")
-        export(model, destination, engines=loaded.export.engines, overwrite=True, quiet=quiet)
-    return TrainResult(model, tokenizer, output_dir, output_dir / DRAFTER, report)
+            destination = loaded.export.output_dir or str(output_dir / "export")
+            export(model, destination, engines=loaded.export.engines, overwrite=True, quiet=quiet)
+    ranks.wait(arguments)
+    return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by)
+
+
+def _begin(output_dir: Path, resume: bool, arguments: TrainingArguments) -> Path | None:
+    """Check the output directory before anything expensive; the checkpoint to go on from, the same on every rank."""
+    checkpoint = None
+    if arguments.should_save:
+        run_checkpoints.check_writable(output_dir)
+        checkpoint = run_checkpoints.newest_intact(output_dir) if resume else None
+        if not resume and (output_dir / REPORT).exists():
+            raise CheckpointError(
+                f"{output_dir} holds a finished run: pass resume (--resume), or set another training.output_dir"
+            )
+        if not resume and any(output_dir.glob("checkpoint-*")):
+            raise CheckpointError(
+                f"{output_dir} holds checkpoints of an earlier run: pass resume (--resume) to go on from the newest, "
+                "set another training.output_dir, or remove them"
+            )
+    found = ranks.gather([str(checkpoint)] if checkpoint else [], arguments)[0]
+    return Path(found[0]) if found else None
+
+
+@contextlib.contextmanager
+def _one_after_the_other(arguments: TrainingArguments) -> Iterator[None]:
+    """Prepared files are made once: by the first rank, then the first of each other machine, then read by the rest."""
+    with arguments.main_process_first(local=False), arguments.main_process_first(local=True):
+        yield
 
 
 def _arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
@@ -160,22 +188,28 @@ def _attach(model: nn.Module, tokenizer: Any, recipe: Recipe, *, quiet: bool) ->
         warm_start(model, recipe.init_from)
 
 
-def _trainer(model: nn.Module, tokenizer: Any, data: Any, recipe: Recipe, arguments: TrainingArguments) -> DraftTrainer:
-    source = _feature_source(model, data, recipe)
+def _trainer(
+    model: nn.Module, tokenizer: Any, data: Any, recipe: Recipe, arguments: TrainingArguments, *, quiet: bool
+) -> DraftTrainer:
+    source = _feature_source(model, data, recipe, arguments, quiet=quiet or not arguments.should_log)
     module = DraftTrainingModule(model, recipe.loss, recipe.training.num_anchors, source)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    return DraftTrainer(
+    trainer = DraftTrainer(
         module,
         arguments,
         check_finite=recipe.training.check_finite,
         provenance={"recipe": recipe.model_dump(), "data": data.train_report.to_dict()},
         train_dataset=IndexedRows(data.train),
         eval_dataset=IndexedRows(data.validation) if data.validation is not None else None,
-        data_collator=collator(pad),
+        data_collator=Collator(pad),
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
-def _feature_source(model: Any, data: Any, recipe: Recipe) -> FeatureSource:
+def _feature_source(
+    model: Any, data: Any, recipe: Recipe, arguments: TrainingArguments, *, quiet: bool
+) -> FeatureSource:
     """The target itself, with or without memory, or a cache on disk that is written first if it is not there."""
     drafter, section = model.drafter, recipe.training
     layer_ids = drafter.config.target_layer_ids or ()
@@ -190,20 +224,43 @@ def _feature_source(model: Any, data: Any, recipe: Recipe) -> FeatureSource:
     if section.cache_dir is None:
         raise ConfigError("training.features is 'cached': name the directory of the cache in training.cache_dir")
     identity = {**data.identity, "target": target_fingerprint(model), "data": data.train_report.fingerprint}
-    write_cache(drafter.target, data.train, layer_ids, section.cache_dir, identity)
+    rank, world = arguments.process_index, arguments.world_size
+    if world > 1:
+        no_shards = world
+        with arguments.main_process_first(local=False):
+            write_cache(
+                drafter.target,
+                data.train,
+                layer_ids,
+                section.cache_dir,
+                identity,
+                rank=no_shards,
+                world_size=world,
+                quiet=True,
+            )
+    write_cache(
+        drafter.target, data.train, layer_ids, section.cache_dir, identity, rank=rank, world_size=world, quiet=quiet
+    )
+    ranks.wait(arguments)
     return CachedFeatures(section.cache_dir, layer_ids, identity, fallback=online)
 
 
-def _run(trainer: DraftTrainer, checkpoint: Path | None, *, quiet: bool) -> None:
+def _run(trainer: DraftTrainer, checkpoint: Path | None, max_minutes: float | None, *, quiet: bool) -> str | None:
+    """Train; what ended the run before its last step, if anything did."""
     args = trainer.args
-    steps_an_epoch = -(-len(trainer.get_train_dataloader()) // args.gradient_accumulation_steps)
+    steps_an_epoch = -(-trainer.num_rows // trainer.rows_per_step)
     total = args.max_steps if args.max_steps > 0 else int(steps_an_epoch * args.num_train_epochs)
-    with progress("train", total, quiet=quiet or not args.should_log) as advance:
+    with (
+        progress("train", total, quiet=quiet or not args.should_log) as advance,
+        Interrupt(max_minutes) as interrupt,
+    ):
         trainer.add_callback(_Bar(advance))
+        trainer.add_callback(interrupt)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return interrupt.reason
 
 
-def _report(trainer: DraftTrainer, recipe: Recipe, data: Any, seconds: float) -> dict[str, Any]:
+def _report(trainer: DraftTrainer, recipe: Recipe, data: Any, seconds: float, stopped_by: str | None) -> dict[str, Any]:
     history = trainer.state.log_history
     return {
         "kind": "modelopt_spec.training_report",
@@ -216,8 +273,10 @@ def _report(trainer: DraftTrainer, recipe: Recipe, data: Any, seconds: float) ->
             "validation": data.validation_report.to_dict() if data.validation_report is not None else None,
         },
         "steps": trainer.state.global_step,
+        "stopped_by": stopped_by,
         "seconds": seconds,
-        "rows_without_supervision": trainer.unsupervised_rows,
+        "rows_without_supervision": len(trainer.rows_without_supervision()),
+        "rows_per_step": trainer.rows_per_step,
         "trainable_parameters": sum(p.numel() for p in trainer.module.drafter.parameters()),
         "device": str(trainer.args.device),
         "world_size": trainer.args.world_size,

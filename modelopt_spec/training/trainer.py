@@ -6,63 +6,59 @@ evaluation) is the Trainer's own.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from modelopt_spec.checkpoints.store import read_description, read_weights, write_drafter
-from modelopt_spec.data.collate import collate_rows
-from modelopt_spec.errors import SpecError
-from modelopt_spec.training import run_checkpoints
-from modelopt_spec.training.blocks import anchor_generator
-from modelopt_spec.training.loss import WEIGHT_EPSILON, first_nonfinite_row
-from modelopt_spec.training.module import DraftTrainingModule, StepStatistics, lambda_at
+from modelopt_spec.checkpoints.store import config_of, read_description, read_weights, write_drafter
+from modelopt_spec.errors import CheckpointError, SpecError
+from modelopt_spec.training import ranks, run_checkpoints, sharding
+from modelopt_spec.training.batches import Collator, IndexedRows
+from modelopt_spec.training.blocks import row_generators
+from modelopt_spec.training.curves import LogSums, summary
+from modelopt_spec.training.loss import WEIGHT_EPSILON
+from modelopt_spec.training.module import DraftTrainingModule, lambda_at, nonfinite_rows
+from modelopt_spec.training.sampling import EpochSampler
 
-__all__ = ["DraftTrainer", "IndexedRows", "NonFiniteLossError", "collator"]
+__all__ = ["Collator", "DraftTrainer", "IndexedRows", "NonFiniteLossError"]
+
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 class NonFiniteLossError(SpecError):
-    """A loss became NaN or infinite; the run stopped and saved its state."""
+    """A loss or gradient became NaN or infinite; the run stopped and saved its state."""
 
 
-class IndexedRows(torch.utils.data.Dataset):
-    """A data set whose rows know their index, so that a bad one can be named and features can be kept."""
+class _Epochs(TrainerCallback):
+    """Tells the sampler the epoch, also after a resume in the middle of one."""
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
+    def __init__(self, trainer: DraftTrainer) -> None:
+        self.trainer = trainer
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self.rows[index], "row": index}
-
-
-class collator:
-    """Rows of :class:`IndexedRows` -> a batch with ``lengths`` and ``rows`` beside the tensors."""
-
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate."""
-        batch: dict[str, Any] = collate_rows(rows, self.pad_token_id)
-        batch["lengths"] = [len(row["input_ids"]) for row in rows]
-        batch["rows"] = [int(row["row"]) for row in rows]
-        return batch
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.sampler is not None:
+            self.trainer.sampler.set_epoch(int(state.epoch or 0))
 
 
 class DraftTrainer(Trainer):
     """Trains ``module.drafter`` only.
 
     Args:
-        module: target and drafter in a :class:`DraftTrainingModule`. check_finite: stop at a loss that is not finite.
+        module: target and drafter in a :class:`DraftTrainingModule`.
+        args: of transformers. ``save_total_limit`` counts complete checkpoints, the best one aside.
+        check_finite: stop at a loss or gradient that is not finite.
         provenance: entries for the ``drafter.json`` of every checkpoint.
+        kwargs: of the Trainer; data sets are :class:`IndexedRows`.
     """
 
     def __init__(
@@ -76,24 +72,59 @@ class DraftTrainer(Trainer):
     ) -> None:
         args.remove_unused_columns = False
         args.label_names = []
+        self.run_dir = Path(args.output_dir or "")
         self.keep_checkpoints = args.save_total_limit
         args.save_total_limit = None
+        if args.n_gpu > 1:
+            args._n_gpu = 1
+        self._staging: Path | None = None
+        self.sampler: EpochSampler | None = None
+        sharding.leave_target_out_of_ddp(module)
         super().__init__(model=module, args=args, **kwargs)
+        self.add_callback(_Epochs(self))
         self.model_accepts_loss_kwargs = True
         self.module = module
         self.check_finite = check_finite
         self.provenance = provenance or {}
-        self._sums: dict[str, StepStatistics] = {}
-        self.unsupervised_rows = 0
+        self.unsupervised: set[int] = set()
+        """Rows seen by this rank from which no slot could be taught."""
+        self._sums = {"train": LogSums(), "eval": LogSums()}
+        self._bad_rows: set[int] = set()
+        self._dpace = module.loss_config.position_weights == "dpace"
+        self._dpace_weight = torch.zeros((), dtype=torch.float64)
+        self._dpace_loss = torch.zeros(())
+        self._evaluated: set[int] = set()
 
     # ---- batches -----------------------------------------------------------------------------------------------------
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, over all ranks and micro-batches."""
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the training set."""
+        rows: Any = self.train_dataset
+        return len(rows)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Shuffled or balanced by length, as a function of seed and epoch; ``sequential`` is the Trainer's own."""
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy == "sequential":
+            return super()._get_train_sampler(rows)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        lengths = rows.lengths() if self.args.train_sampling_strategy == "group_by_length" else None
+        self.sampler = EpochSampler(len(rows), seed, lengths=lengths, group=self.rows_per_step)
+        return self.sampler
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | None]:
         """The micro-batches of one optimizer step with their blocks, and the weight sum that its loss divides by.
 
-        Anchors depend on the seed, the step, the micro-batch and the rank alone: a resumed run draws the same.
+        Anchors depend on the seed, the step and the row alone: they are the same after a resume, with other
+        micro-batches and on other ranks.
         """
         batches = []
         for _ in range(num_batches):
@@ -102,115 +133,235 @@ class DraftTrainer(Trainer):
             except StopIteration:
                 break
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            place = (self.state.global_step * num_batches + index) * self.args.world_size + self.args.process_index
-            batch["blocks"] = self.module.blocks(batch, anchor_generator(self.args.seed, place))
-            self.unsupervised_rows += int((~batch["blocks"].supervised.flatten(1).any(1)).sum())
+        for batch in batches:
+            generators = row_generators(self.args.seed, self.state.global_step, batch["rows"])
+            batch["blocks"] = self.module.blocks(batch, generators)
+            taught = batch["blocks"].supervised.flatten(1).any(1).tolist()
+            self.unsupervised.update(row for row, any_slot in zip(batch["rows"], taught, strict=True) if not any_slot)
             total += batch["blocks"].weights.sum(dtype=torch.float64).to(device)
+        self._bad_rows = set()
+        self._dpace_weight = torch.zeros((), dtype=torch.float64, device=device)
+        self._dpace_loss = torch.zeros((), device=device)
         return batches, self.accelerator.reduce(total) if batches else None
+
+    def rows_without_supervision(self) -> list[int]:
+        """Rows, over all ranks, that were seen and taught nothing."""
+        return sorted(set().union(*ranks.gather(sorted(self.unsupervised), self.args)))
+
+    # ---- loss --------------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The share of this micro-batch in the step's loss.
 
-        Gradients are averaged over ranks by DDP and FSDP, so the share is multiplied by the number of ranks. D-PACE's
-        weights are known after the draft pass only: each micro-batch divides by its own weight sum and counts in
-        proportion to its supervised slots.
+        Gradients are averaged over ranks by DDP and FSDP, so the share is multiplied by the number of ranks.
         """
         batch = dict(inputs)
         blocks = batch.pop("blocks")
         base_ce = lambda_at(self.state.global_step, self.state.max_steps, self.module.loss_config)
-        dpace = self.module.loss_config.position_weights == "dpace"
-        divisor = None if dpace or num_items_in_batch is None else num_items_in_batch + WEIGHT_EPSILON
+        divisor = None if num_items_in_batch is None else num_items_in_batch + WEIGHT_EPSILON
         loss, statistics, rows, result = model(batch, blocks, divisor=divisor, base_ce=base_ce)
         if model.training and self.check_finite and not torch.isfinite(loss):
-            self._stop_at(batch, blocks, rows, result)
-        self._count("train" if model.training else "eval", statistics)
+            self._bad_rows.update(batch["rows"][i] for i in nonfinite_rows(rows, result, blocks))
+        if model.training and self._dpace:
+            self._dpace_weight += statistics.weight_sum
+        self._sums["train" if model.training else "eval"].add(statistics)
         if num_items_in_batch is not None:
-            share = blocks.weights.sum() / num_items_in_batch.clamp(min=WEIGHT_EPSILON) if dpace else 1.0
-            loss = loss * share * self.args.world_size
+            loss = loss * self.args.world_size
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    def _stop_at(self, batch: dict[str, Any], blocks: Any, rows: Any, result: Any) -> None:
-        """Save the state before the bad step and say which row of the data set it was."""
-        slot = first_nonfinite_row(rows, result)
-        names = batch["rows"]
-        if slot is not None:
-            names = [batch["rows"][int(rows.blocks[slot]) // blocks.keep.shape[1]]]
-        self._save_checkpoint(self.model, trial=None)
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        D-PACE's weights are known after the draft pass only. The loss divides by the weights without them; when the
+        last micro-batch is done, gradients and loss are scaled by the ratio of the two sums, over all ranks.
+        """
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self._dpace or num_items_in_batch is None:
+            return loss
+        if not self.accelerator.gradient_state.sync_gradients:
+            self._dpace_loss += loss
+            return loss
+        total = self.accelerator.reduce(self._dpace_weight) + WEIGHT_EPSILON
+        ratio = float((num_items_in_batch + WEIGHT_EPSILON) / total)
+        for parameter in self.module.drafter.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(ratio)
+        return (self._dpace_loss + loss) * ratio - self._dpace_loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The step's gradient norm; the run ends before the optimizer step if it, or a loss, is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.check_finite:
+            scaled = getattr(self.accelerator, "scaler", None) is not None
+            exploded = not (scaled or math.isfinite(sharding.number(norm)))
+            if ranks.any_rank(bool(self._bad_rows) or exploded, self.args):
+                self._stop(sorted(set().union(*ranks.gather(sorted(self._bad_rows), self.args))))
+        return norm
+
+    def _stop(self, bad_rows: list[int]) -> None:
+        """Save the state before the bad step and say which rows of the data set it came from."""
+        step = self.state.global_step
+        self._save_checkpoint(self.module, trial=None)
+        if bad_rows:
+            shown = ", ".join(map(str, bad_rows[:8])) + (" ..." if len(bad_rows) > 8 else "")
+            what = f"the loss is not finite at step {step} in row(s) {shown} of the training data"
+        else:
+            what = f"the gradient is not finite at step {step}, though the loss is"
         raise NonFiniteLossError(
-            f"the loss is not finite at step {self.state.global_step} in row(s) {names} of the training data: inspect "
-            f"them with `mtsp data inspect`, lower the learning rate, or train in float32. The state before this step "
-            f"is in {Path(self.args.output_dir) / f'checkpoint-{self.state.global_step}'}"
+            f"{what}: inspect the data with `mtsp data inspect`, lower the learning rate, or train in float32. The "
+            f"state before this step is in {run_checkpoints.checkpoint_dir(self.run_dir, step)}"
         )
+
+    # ---- evaluation and logs -----------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The Trainer's evaluation; loss terms, tau and acceptance count every row of the set once."""
+        self._evaluated = set()
+        return super().evaluate(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
         """Evaluation loss of one batch, with anchors that depend on its rows only."""
-        batch = self._prepare_inputs(inputs)
-        batch["blocks"] = self.module.blocks(batch, anchor_generator(self.args.seed, 2**40 + batch["rows"][0]))
+        batch: dict[str, Any] = self._prepare_inputs(inputs)
+        blocks = self.module.blocks(batch, row_generators(self.args.seed, "eval", batch["rows"]))
+        mine = torch.tensor(self._not_seen_yet(batch["rows"]), device=blocks.keep.device).view(-1, 1, 1)
+        batch["blocks"] = dataclasses.replace(
+            blocks, supervised=blocks.supervised & mine, weights=blocks.weights * mine
+        )
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch)
         return loss.detach(), None, None
 
-    # ---- logs --------------------------------------------------------------------------------------------------------
-
-    def _count(self, split: str, new: StepStatistics) -> None:
-        old = self._sums.get(split)
-        if old is None or old.names != new.names:
-            self._sums[split] = new
-        else:
-            self._sums[split] = StepStatistics(
-                old.terms + new.terms, old.names, old.slots + new.slots, old.blocks + new.blocks
-            )
+    def _not_seen_yet(self, rows: list[int]) -> list[bool]:
+        """Which rows count here: data loaders fill the last batches of the ranks up with rows that were seen."""
+        fresh: list[bool] = []
+        for rank, part in enumerate(ranks.gather(rows, self.args)):
+            new = [row not in self._evaluated and row not in part[:i] for i, row in enumerate(part)]
+            self._evaluated.update(part)
+            fresh = new if rank == self.args.process_index else fresh
+        return fresh
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add loss terms, estimated accepted length and acceptance per slot since the last log."""
         split = "eval" if any(key.startswith("eval_") for key in logs) else "train"
-        if split in self._sums and ("loss" in logs or split == "eval"):
-            logs.update(self._summary(self._sums.pop(split), "eval_" if split == "eval" else ""))
-            if split == "train" and self.module.loss_config.base_ce_start:
-                logs["lambda"] = lambda_at(self.state.global_step, self.state.max_steps, self.module.loss_config)
+        sums = self._sums[split]
+        if sums and ("loss" in logs or split == "eval"):
+            base_ce = lambda_at(self.state.global_step, self.state.max_steps, self.module.loss_config)
+            total = self.accelerator.reduce(sums.tensor(self.args.device))
+            found = summary(total, self.module.weights(base_ce), "eval_" if split == "eval" else "")
+            sums.clear()
+            if split == "train":
+                found.pop("loss", None)
+                if self.module.loss_config.base_ce_start:
+                    found["lambda"] = base_ce
+            logs.update(found)
         super().log(logs, start_time)
-
-    def _summary(self, sums: StepStatistics, prefix: str) -> dict[str, float]:
-        terms = self.accelerator.reduce(sums.terms).tolist()
-        slots = self.accelerator.reduce(sums.slots).tolist()
-        blocks, greedy, by_probability = self.accelerator.reduce(sums.blocks).tolist()
-        values = {f"{prefix}{name}": terms[2 * i] / max(terms[2 * i + 1], 1e-12) for i, name in enumerate(sums.names)}
-        values[f"{prefix}tau"] = greedy / max(blocks, 1.0)
-        values[f"{prefix}tau_probability"] = by_probability / max(blocks, 1.0)
-        supervised, reached, passed, accept = slots
-        for k in range(len(supervised)):
-            if reached[k]:
-                values[f"{prefix}acceptance/{k}"] = passed[k] / reached[k]
-            if supervised[k]:
-                values[f"{prefix}acceptance_probability/{k}"] = accept[k] / supervised[k]
-        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def _get_output_dir(self, trial: Any) -> str:
+        """The run's directory, or the place where a checkpoint is being written."""
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the drafter alone, in the form that :func:`modelopt_spec.restore` reads."""
-        directory = Path(output_dir or self.args.output_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        name = str(getattr(getattr(self.module.model, "config", None), "name_or_path", "") or "")
-        write_drafter(self.module.drafter, directory, target=name, extra=self.provenance)
+        drafter = sharding.whole_drafter(self.module.drafter)
+        if self.args.should_save:
+            directory = Path(output_dir or self.run_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            name = str(getattr(getattr(self.module.model, "config", None), "name_or_path", "") or "")
+            write_drafter(drafter, directory, target=name, extra=self.provenance)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Optimizer state by parameter name and whole, however it is sharded: any number of ranks resumes it."""
+        if self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = sharding.whole_optimizer_state(self.module.drafter, self.optimizer)
+        if self.args.should_save:
+            assert self.lr_scheduler is not None
+            torch.save(state, Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save, seal with checksums, and only then drop older checkpoints."""
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            run_checkpoints.seal(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
-            run_checkpoints.prune(Path(self.args.output_dir), self.keep_checkpoints)
+        """Write a checkpoint beside its place, seal it with checksums, rename it, and only then drop older ones."""
+        run_dir, step, main = self.run_dir, self.state.global_step, self.args.should_save
+        place = run_checkpoints.checkpoint_dir(run_dir, step)
+        if ranks.any_rank(main and run_checkpoints.is_intact(place), self.args):
+            return
+        if main:
+            run_checkpoints.clear_staging(run_dir)
+        ranks.wait(self.args)
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = str(run_checkpoints.checkpoint_dir(run_dir, self.state.best_global_step))
+        unsupervised = self.rows_without_supervision()
+        self._staging = run_checkpoints.staging_dir(run_dir)
+        try:
+            super()._save_checkpoint(model, trial)
+            if main:
+                run = {**self._run_identity(), "rows_without_supervision": unsupervised}
+                (self._staging / place.name / run_checkpoints.RUN).write_text(json.dumps(run, indent=1))
+            ranks.wait(self.args)
+            if main:
+                run_checkpoints.publish(run_dir, step)
+                run_checkpoints.prune(run_dir, self.keep_checkpoints, self.state.best_model_checkpoint)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {run_dir} ({error}): make room or name another "
+                "training.output_dir. Earlier checkpoints are as they were; --resume goes on from the newest"
+            ) from error
+        finally:
+            self._staging = None
+        ranks.wait(self.args)
+
+    def _run_identity(self) -> dict[str, Any]:
+        """What the position in the data means something for."""
+        return {
+            "rows_per_step": self.rows_per_step,
+            "rows": self.num_rows,
+            "data": self.provenance.get("data", {}).get("fingerprint"),
+            "data_seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            "order": str(self.args.train_sampling_strategy),
+            "ranks": self.args.world_size,
+        }
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the drafter's weights of a checkpoint."""
+        """Load the drafter's weights of a checkpoint, after checking that it is of this drafter and this data."""
         description = read_description(resume_from_checkpoint)
-        self.module.drafter.load_state_dict(read_weights(resume_from_checkpoint, description))
+        theirs, ours = config_of(description), self.module.drafter.config
+        if theirs != ours:
+            differing = [name for name in type(ours).model_fields if getattr(theirs, name) != getattr(ours, name)]
+            raise CheckpointError(
+                f"{resume_from_checkpoint} is of another drafter than the recipe's: {', '.join(differing)} differ"
+            )
+        run = run_checkpoints.read_run(resume_from_checkpoint)
+        if not self.args.ignore_data_skip:
+            run_checkpoints.check_position(run, self._run_identity(), resume_from_checkpoint)
+        self.unsupervised.update(run.get("rows_without_supervision", ()))
+        sharding.load_drafter(self.module.drafter, read_weights(resume_from_checkpoint, description))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Counterpart of :meth:`_save_optimizer_and_scheduler`."""
+        if checkpoint is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.lr_scheduler is not None
+        state = torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True)
+        sharding.load_optimizer_state(self.module.drafter, self.optimizer, state)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        """Bring back the drafter of the best checkpoint."""
+        path = self.state.best_model_checkpoint
+        assert path is not None
+        sharding.load_drafter(self.module.drafter, read_weights(path, read_description(path)))
