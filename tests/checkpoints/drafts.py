@@ -84,7 +84,8 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
             parameter.copy_(noise + (1.0 if "norm" in name else 0.0))
         table = getattr(module, "d2t", None)
         if table is not None:
-            kept = torch.randperm(97, generator=generator)[: len(table)].sort().values
+            vocab = module.config.vocab_size
+            kept = torch.randperm(vocab, generator=generator)[: len(table)].sort().values
             table.copy_(kept - torch.arange(len(table)))
 
 
