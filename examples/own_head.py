@@ -1,7 +1,7 @@
 """Your own correction head, from outside of the package: one class and one registration.
 
-This one is a trigram head, ``u_k = W1[x_{k-1}] + W0[x_{k-2}]``: a bigram bias that also remembers the token before. While
-decoding, the state is the embedding of the token before the last one.
+This one is a trigram head, ``u_k = W1[x_{k-1}] + W0[x_{k-2}]``: a bigram bias that also remembers the token before.
+While decoding, the state is the embedding of the token before the last one.
 
     python examples/own_head.py
 """
@@ -54,9 +54,15 @@ class TrigramHead(mtsp.CorrectionHead):
 
 def main() -> None:
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        "qwen3",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
         intermediate_size=48,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     mtsp.convert(model, ("dspark", {"head": {"type": "trigram", "rank": 16}, "mask_token_id": 63}))
     prompt = torch.arange(3, 13).unsqueeze(0)

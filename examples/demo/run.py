@@ -107,8 +107,8 @@ def show(summary: dict[str, Any], out: Path) -> None:
     if engine:
         table.add_row("llama.cpp, no draft", f"{engine['plain_tokens_per_s']:.1f} tokens/s")
         for entry in engine["drafts"]:
-            same = "tokens equal" if entry["equal"] else "TOKENS DIFFER"
-            text = f"{entry['tokens_per_s']:.1f} tokens/s, tau {entry['tau']:.3f}, {same}"
+            same = "tokens equal" if entry["same_tokens"] else "TOKENS DIFFER"
+            text = f"{entry['tokens_per_s']:.1f} tokens/s, {entry['speedup']:.2f} x, tau {entry['tau']:.3f}, {same}"
             table.add_row(f"llama.cpp, K = {entry['num_draft_tokens']}", text)
     table.add_row("whole demo", f"{summary['seconds'] / 60:.1f} min")
     table.add_row("written to", str(out))
