@@ -171,9 +171,10 @@ class HFTarget:
 
     def _collapse(self, hidden: Tensor) -> Tensor:
         """[B, S, D] as it is; known hyper-connected streams [B, S, n, D] to their mean; anything else is refused."""
-        if hidden.ndim == 3:
+        streams, width = self._shape.num_streams, self._shape.hidden_size
+        if hidden.ndim == 3 and hidden.shape[-1] == width:
             return hidden
-        if hidden.ndim == 4 and self._shape.model_type in STREAM_MODELS:
+        if self._shape.model_type in STREAM_MODELS and hidden.ndim == 4 and hidden.shape[2:] == (streams, width):
             return hidden.mean(dim=2)
         raise UnsupportedError(
             f"a layer of {self._shape.model_type!r} returns shape {tuple(hidden.shape)}: this stream layout "
