@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from modelopt_spec.checkpoints import store
 from modelopt_spec.checkpoints.importing import read_draft
 from modelopt_spec.checkpoints.layouts import Draft
 from modelopt_spec.drafter.drafter import Drafter
-from modelopt_spec.errors import CheckpointError
+from modelopt_spec.errors import CheckpointError, ConfigError, nearest
 
-__all__ = ["WarmStart", "warm_start"]
+__all__ = ["PARTS", "WarmStart", "freeze_parts", "warm_start"]
+
+PARTS = ("backbone", "head", "confidence")
+"""What :func:`freeze_parts` can freeze."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,29 @@ def warm_start(model: nn.Module, source: str | os.PathLike[str]) -> WarmStart:
         kept=tuple(name for name in weights if name not in fits),
         unused=tuple(name for name in draft.tensors if name not in fits),
     )
+
+
+def freeze_parts(drafter: Drafter, parts: Iterable[str]) -> None:
+    """Stop parts of a drafter from being trained: ``backbone`` (all but the heads), ``head``, ``confidence``.
+
+    Raises:
+        ConfigError: an unknown part, or nothing left to train.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(f"drafter.freeze names {part!r}.{nearest(str(part), PARTS)} Parts: {', '.join(PARTS)}")
+        for name, parameter in drafter.named_parameters():
+            if _part_of(name) == part:
+                parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in drafter.parameters()):
+        raise ConfigError(f"drafter.freeze {list(parts)} leaves nothing to train")
+
+
+def _part_of(name: str) -> str:
+    """The part that a weight belongs to."""
+    if name.startswith(("markov_head.", "domino_head.")):
+        return "head"
+    return "confidence" if name.startswith("confidence_head.") else "backbone"
 
 
 def _read(source: Path) -> Draft:

@@ -38,6 +38,10 @@ LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
 """Term weights of each method's reference, used where a recipe's loss section leaves them open."""
 
 
+RUN_KEYS = ("mode", "init_from", "freeze")
+"""Keys of the drafter section that are not the drafter's own config."""
+
+
 class Metadata(SpecConfig):
     """What a recipe is and where its numbers come from."""
 
@@ -117,7 +121,7 @@ class Recipe(SpecConfig):
     metadata: Metadata = Field(default_factory=Metadata)
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataConfig = Field(default_factory=DataConfig)
-    drafter: dict[str, Any] = Field(default_factory=dict, description="mode, init_from and the mode's config")
+    drafter: dict[str, Any] = Field(default_factory=dict, description="mode, init_from, freeze and the mode's config")
     loss: LossConfig = Field(default_factory=LossConfig)
     training: TrainingSection = Field(default_factory=TrainingSection)
     export: ExportSection = Field(default_factory=ExportSection)
@@ -132,7 +136,7 @@ class Recipe(SpecConfig):
         mode = drafter.get("mode", "dspark") if isinstance(drafter, dict) else "dspark"
         if mode not in MODES:
             raise ConfigError(f"drafter.mode is {mode!r}.{nearest(str(mode), MODES)} Known modes: {', '.join(MODES)}")
-        config = {key: value for key, value in drafter.items() if key not in ("mode", "init_from")}
+        config = {key: value for key, value in drafter.items() if key not in RUN_KEYS}
         MODES[mode](**config)
         loss = data.get("loss")
         if loss is None or isinstance(loss, dict):
@@ -147,12 +151,18 @@ class Recipe(SpecConfig):
     @property
     def drafter_config(self) -> dict[str, Any]:
         """The mode's config."""
-        return {key: value for key, value in self.drafter.items() if key not in ("mode", "init_from")}
+        return {key: value for key, value in self.drafter.items() if key not in RUN_KEYS}
 
     @property
     def init_from(self) -> str | None:
         """Checkpoint or published draft whose weights the drafter starts from."""
         return self.drafter.get("init_from")
+
+    @property
+    def freeze(self) -> tuple[str, ...]:
+        """Parts of the drafter that keep the weights they start with: ``backbone``, ``head``, ``confidence``."""
+        parts = self.drafter.get("freeze") or ()
+        return (parts,) if isinstance(parts, str) else tuple(parts)
 
     @model_validator(mode="after")
     def _check_terms(self) -> Recipe:

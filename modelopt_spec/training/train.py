@@ -186,6 +186,10 @@ def _attach(model: nn.Module, tokenizer: Any, recipe: Recipe, *, quiet: bool) ->
         from modelopt_spec.checkpoints.warm_start import warm_start
 
         warm_start(model, recipe.init_from)
+    if recipe.freeze:
+        from modelopt_spec.checkpoints.warm_start import freeze_parts
+
+        freeze_parts(model.drafter, recipe.freeze)
 
 
 def _trainer(
