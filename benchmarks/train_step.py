@@ -206,9 +206,10 @@ def main() -> None:
     for head, sizes in sweep(options.heads.split(","), options.quick):
         result = measure(head, sizes, options.repeats, not options.no_peers)
         results.append(result)
-        line = f"{head:8} N {sizes.anchors:3} S {sizes.seq:4} V {sizes.vocab:6}  over floor {result['over_floor']['ours']:.2f}"
+        over = result["over_floor"]
+        line = f"{head:8} N {sizes.anchors:3} S {sizes.seq:4} V {sizes.vocab:6}  over floor {over['ours']:.2f}"
         if "time_ratio" in result:
-            line += f"  modelopt {result['over_floor']['modelopt']:.2f}  time ratio {result['time_ratio']:.2f}"
+            line += f"  modelopt {over['modelopt']:.2f}  time ratio {result['time_ratio']:.2f}"
             line += f"  peak {result['peak_mib']['ours']:.0f} / {result['peak_mib']['modelopt']:.0f} MiB"
             line += f" = {result['peak_ratio']:.2f}"
         print(line, flush=True)
