@@ -76,7 +76,7 @@ def compare_reports(
     warnings = [f"{key} differs: {a[key]} and {b[key]}" for key in _SAME if a.get(key) != b.get(key)]
     if a["num_draft_tokens"] != b["num_draft_tokens"]:
         warnings.append(
-            f"num_draft_tokens differs: {a['num_draft_tokens']} and {b['num_draft_tokens']}; a longer block accepts more "
+            f"num_draft_tokens differs: {a['num_draft_tokens']} and {b['num_draft_tokens']}; longer blocks accept more "
             "and costs more"
         )
     others = {result["temperature"]: result for result in b["results"]}

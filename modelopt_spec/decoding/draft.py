@@ -107,7 +107,10 @@ class BlockDrafter:
         hidden, confidence_hidden = self.drafter.decode(self.cache, ids)
         drafting = slice(self.first_slot, self.first_slot + self.num_draft_tokens)
         hidden, confidence_hidden = hidden[:, drafting], confidence_hidden[:, drafting]
-        return hidden, confidence_hidden, self.drafter.base_logits(hidden)
+        base = self.drafter.base_logits(hidden)
+        if self._pruned is not None:
+            self._pruned.start(base[0])
+        return hidden, confidence_hidden, base
 
     def sequential(
         self, anchors: Tensor, hidden: Tensor, base: Tensor, rows: Sequence[int], limits: Sequence[int]
@@ -123,7 +126,7 @@ class BlockDrafter:
             if head is not None:
                 latent, state = head.step(previous, hidden[:, k], state, self.first_slot + k)
             if self.sampling.greedy:
-                previous = self._to_target(self._best(base[:, k], latent))
+                previous = self._to_target(self._best(k, base[:, k], latent))
             else:
                 logits = base[:, k] if latent is None or head is None else base[:, k] + head.out(latent)
                 distribution = self._spread(probabilities(logits, self.sampling))
@@ -145,13 +148,13 @@ class BlockDrafter:
             logits = logits + head.out(torch.stack(latents, dim=1))
         return self._spread(probabilities(logits, sampling))
 
-    def _best(self, base: Tensor, latent: Tensor | None) -> Tensor:
-        """Argmax of the corrected logits of one slot: base [R, V], latent [R, rank] -> [R]."""
+    def _best(self, k: int, base: Tensor, latent: Tensor | None) -> Tensor:
+        """Argmax of the corrected logits of the k-th draft token: base [R, V], latent [R, rank] -> [R]."""
         head = self.drafter.head
         if latent is None or head is None:
             return base.argmax(-1)
-        if self._pruned is not None and base.shape[0] == 1:
-            return self._pruned(base, latent)
+        if self._pruned is not None:
+            return self._pruned.best(k, latent[0])
         return (base + head.out(latent)).argmax(-1)
 
     def _to_target(self, ids: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def add_drafter(
     config: dict[str, Any] = {
         "block_size": 5,
         "layout": layout,
-        "mask_token_id": min(3, model.config.vocab_size - 1),
+        "mask_token_id": min(3, model.config.get_text_config().vocab_size - 1),
         "backbone": {"num_layers": 2},
         **changes,
     }
