@@ -11,7 +11,7 @@ collect_ignore_glob = ["jobs_*.py", "megatron_tiny.py", "megatron_workers.py", "
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    if importlib.util.find_spec("megatron.core") is None:
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         pytest.skip("megatron-core is not installed")
     pool = WorkerPool()
     yield pool
