@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("recipe", help="name of a built-in recipe, or a YAML file")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in training.output_dir")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     recipe = load_recipe(args.recipe, args.overrides)
     section = recipe.megatron or MegatronSection()
     settings = recipe.training.arguments()

@@ -58,7 +58,25 @@ def _model_state(model: Any, target: bool) -> dict[str, Any]:
 
 
 def _optimizer_state(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
-    return optimizer.sharded_state_dict(_model_state(model, target=True), is_loading=is_loading)
+    state = optimizer.sharded_state_dict(_model_state(model, target=True), is_loading=is_loading)
+    if not is_loading:
+        _share_step(state)
+    return state
+
+
+def _share_step(state: dict[str, Any]) -> None:
+    """Give every rank the optimizer's step count.
+
+    Megatron writes it from rank 0 alone, which under pipeline parallelism has no drafter and so has never counted.
+    """
+    moments = state.get("optimizer", state).get("state")
+    if moments is None:
+        return
+    steps: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(steps, moments.get("common_step"))
+    known = [step for step in steps if step is not None]
+    if known:
+        moments["common_step"] = known[0]
 
 
 def save_checkpoint(

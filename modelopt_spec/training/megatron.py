@@ -270,7 +270,8 @@ def wrap_for_training(model: Any, step: MegatronForwardStep, ddp_config: Any = N
 
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = step.finalize
-    wrapped = DistributedDataParallel(model.config, ddp_config or DistributedDataParallelConfig(), model)
+    ddp_config = ddp_config or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, ddp_config, model)
     if wrapped.ddp_config.overlap_grad_reduce:
         model.config.no_sync_func = wrapped.no_sync
     return wrapped

@@ -57,8 +57,11 @@ def memory(tp: int, vocab: int, mode: str) -> dict[str, Any]:
     return {"elements": seen.largest, "widest": seen.widest, "slots": report.slots}
 
 
-def golden(tp: int) -> dict[str, float]:
-    """Relative differences from the golden case's loss, terms, acceptance and gradients."""
+def golden(tp: int, through_module: bool = False) -> dict[str, float]:
+    """Relative differences from the golden case's loss, terms, acceptance and gradients.
+
+    ``through_module`` hooks the output layer, as a quantised one would be: its weight may then not be read.
+    """
     initialize(tp)
     case, tensors = json.loads(GOLDEN.read_text()), load_file(GOLDEN.with_suffix(".safetensors"))
     given = case["config"]
@@ -71,6 +74,9 @@ def golden(tp: int) -> dict[str, float]:
         model.embedding.word_embeddings.weight.copy_(shard.take(tensors["embed_tokens.weight"]))
         model.output_layer.weight.copy_(shard.take(tensors["lm_head.weight"]))
 
+    if through_module:
+        model.output_layer.register_forward_hook(lambda module, args, output: output)
+        assert target.output_weight_shard() is None
     from tests.golden.build import case_config
 
     drafter = build_drafter(case_config(case, tensors))

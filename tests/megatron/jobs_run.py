@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron_tiny import gpt_model, hf_config, initialize
+from megatron_tiny import gpt_model, hf_config, hf_model, initialize
 
 import modelopt_spec.conversion as mtsp
 from modelopt_spec.errors import SpecError
@@ -42,11 +42,11 @@ def learns() -> list[float]:
     initialize()
     config = hf_config("qwen3")
     torch.manual_seed(0)
-    model = gpt_model(None, config)
+    model = gpt_model(hf_model(config), config)
     settings = {"mask_token_id": 96, "block_size": 4, "head": {"rank": 8}, "backbone": {"num_layers": 1}}
     mtsp.convert(model, ("dspark", settings), quiet=True)
     rows = [{"input_ids": torch.arange(24) % (5 + i), "loss_mask": torch.ones(24)} for i in range(4)]
-    training = {"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "num_anchors": 8}
+    training = {"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 3e-2, "num_anchors": 8}
     recipe = Recipe(drafter={"mode": "dspark"}, data={"max_length": 24}, loss={"ce": 1.0, "tv": 0.0}, training=training)
     return [report.terms["ce"] for report in run(model, rows, recipe)]
 

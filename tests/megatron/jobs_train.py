@@ -54,12 +54,12 @@ def both_sides(family: str, mode: str, layout: dict[str, Any]) -> tuple[Any, Any
     initialize(tp, pp, ep)
     config = hf_config(family, **layout.get("config", {}))
     reference = hf_model(config)
-    model = gpt_model(reference, config, sp=layout.get("sp", False))
+    model = gpt_model(reference, config, sp=layout.get("sp", False), **layout.get("options", {}))
     (name, settings), loss = MODES[mode]
     settings = {
         **settings,
         "mask_token_id": VOCAB - 1,
-        "target_layer_ids": (-1, 1, 3, 6),
+        "target_layer_ids": layout.get("taps", (-1, 1, 3, 6)),
         "backbone": {"num_layers": 2},
     }
     mtsp.convert(reference, (name, settings), quiet=True)
@@ -113,7 +113,7 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
     """Largest differences over the steps: loss, terms, gradients of the first step, weights after the last."""
     model, reference, loss = both_sides(family, mode, layout)
     step = training.MegatronForwardStep(model, loss, ANCHORS, seed=SEED, total_steps=TOTAL)
-    wrapped = training.wrap_for_training(model, step, DistributedDataParallelConfig())
+    wrapped = training.wrap_for_training(model, step, DistributedDataParallelConfig(**layout.get("ddp", {})))
     optimizer, scheduler = _megatron_optimizer(wrapped)
     module = DraftTrainingModule(reference, loss, ANCHORS)
     adam = _adam(module.drafter)
@@ -142,7 +142,47 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
         ours = {name: whole_tensor(model.drafter, name, p) for name, p in model.drafter.named_parameters()}
         for name, parameter in reference.drafter.named_parameters():
             worst["weights"] = max(worst["weights"], float((ours[name] - parameter).abs().max()))
+    worst["evaluation"] = _evaluation_difference(step, wrapped, module, rank)
     return worst
+
+
+def _evaluation_difference(step: Any, wrapped: Any, module: DraftTrainingModule, rank: int) -> float:
+    """Loss of held-out batches, whose anchors the rows decide; every data-parallel rank evaluates the same ones."""
+    batches = batches_of(0, 99, 2)
+    ours = training.evaluate_step(step, wrapped, batches)
+    outcomes = []
+    with torch.no_grad():
+        for batch in batches:
+            blocks = module.blocks(batch, anchor_generator(SEED, 2**40 + batch["rows"][0]))
+            base_ce = lambda_at(step.step, TOTAL, module.loss_config)
+            outcomes.append(module(batch, blocks, divisor=1.0, base_ce=base_ce))
+    weight = sum(float(result.terms["ce"].weight) for _, _, _, result in outcomes)
+    return abs(ours.loss - sum(float(total) for total, _, _, _ in outcomes) / weight)
+
+
+def bf16_step(tp: int, pp: int) -> dict[str, float]:
+    """A mixed-precision step as on GPUs: finite, and with every copy of the drafter equal afterwards."""
+    initialize(tp, pp)
+    config = hf_config("qwen3")
+    model = gpt_model(hf_model(config), config, dtype=torch.bfloat16)
+    (name, settings), loss = MODES["vanilla"]
+    mtsp.convert(model, (name, {**settings, "mask_token_id": VOCAB - 1}), quiet=True)
+    step = training.MegatronForwardStep(model, loss, ANCHORS, seed=SEED, total_steps=TOTAL)
+    wrapped = training.wrap_for_training(model, step)
+    optimizer, scheduler = training.make_optimizer(wrapped, lr=1e-2, total_steps=TOTAL, warmup_steps=1)
+    reports = [training.train_step(step, wrapped, optimizer, batches_of(0, 0, 2), scheduler) for _ in range(4)]
+    drafter = getattr(model, "drafter", None)
+    copies = 0.0
+    if drafter is not None:
+        assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+        group = drafter.target.tp_group
+        for parameter in drafter.parameters():
+            if not getattr(parameter, "tensor_model_parallel", False):
+                low, high = parameter.detach().clone(), parameter.detach().clone()
+                torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN, group=group)
+                torch.distributed.all_reduce(high, op=torch.distributed.ReduceOp.MAX, group=group)
+                copies = max(copies, float((high - low).abs().max()))
+    return {"first": reports[1].loss, "last": reports[-1].loss, "copies": copies, "norm": reports[-1].grad_norm or 0.0}
 
 
 def _gradient_difference(ours: Any, theirs: Any) -> float:

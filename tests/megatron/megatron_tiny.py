@@ -70,9 +70,10 @@ def gpt_model(
     *,
     sp: bool = False,
     vocab_multiple: int = 8,
+    dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> GPTModel:
-    """Build this rank's part of the same model in float32 with everything that a CPU lacks switched off."""
+    """Build this rank's part of the same model with everything that a CPU lacks switched off."""
     values = {
         "sequence_parallel": sp,
         "use_cpu_initialization": True,
@@ -86,7 +87,7 @@ def gpt_model(
     }
     model = build_gpt_model(
         config,
-        transformer_config(config, dtype=torch.float32, **values),
+        transformer_config(config, dtype=dtype, **values),
         vocab_multiple=vocab_multiple,
         use_transformer_engine=False,
     )

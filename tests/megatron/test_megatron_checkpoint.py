@@ -54,14 +54,17 @@ def test_saved_at_one_layout_loads_at_another(
     assert all(name.startswith("drafter.") for r in after for name in r["trainable"])
 
 
-@pytest.mark.parametrize("resumed", [{"tp": 2}, {"pp": 2}, {}], ids=str)
-def test_training_goes_on_where_it_stopped(pool: WorkerPool, tmp_path: Path, resumed: dict[str, Any]) -> None:
-    world = 2 if resumed else 1
-    layout = {"tp": 2} if resumed else {}
-    results = pool.run("jobs_checkpoint:resume", world, directory=str(tmp_path), resumed=resumed, **layout)
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [({"tp": 2}, {"tp": 2}), ({"tp": 2}, {"pp": 2}), ({"pp": 2}, {"pp": 2}), ({}, {})], ids=str
+)
+def test_training_goes_on_where_it_stopped(
+    pool: WorkerPool, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any]
+) -> None:
+    job = "jobs_checkpoint:resume"
+    results = pool.run(job, world_of(saved), directory=str(tmp_path), resumed=resumed, **saved)
     expected, got = only(results, "expected"), only(results, "got")
     for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=2e-6 if resumed == {"pp": 2} else 0)
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0 if saved == resumed else 2e-6)
 
 
 def test_other_directories_are_refused(pool: WorkerPool, tmp_path: Path) -> None:

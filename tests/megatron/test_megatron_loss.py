@@ -10,9 +10,9 @@ pytestmark = pytest.mark.megatron
 VOCAB = 3001
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_golden_case_holds(pool: WorkerPool, tp: int) -> None:
-    for differences in pool.run("jobs_loss:golden", tp, tp=tp):
+@pytest.mark.parametrize(("tp", "through_module"), [(1, False), (2, False), (1, True), (2, True)])
+def test_the_golden_case_holds(pool: WorkerPool, tp: int, through_module: bool) -> None:
+    for differences in pool.run("jobs_loss:golden", tp, tp=tp, through_module=through_module):
         assert len(differences) > 30
         assert max(differences.values()) < 1e-5, differences
 
