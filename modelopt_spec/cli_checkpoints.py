@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -102,4 +103,4 @@ def import_draft(
 
 import_draft.__name__ = "import"
 
-COMMANDS = (export, check, import_draft, engines)
+COMMANDS: tuple[Callable[..., None], ...] = (export, check, import_draft, engines)

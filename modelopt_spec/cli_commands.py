@@ -242,6 +242,7 @@ def simulate(
 def register(app: typer.Typer) -> None:
     """Add the commands to the application, in the order of the path."""
     measuring: list[Callable[..., None]] = [evaluate, compare, generate, calibrate, profile, simulate]
-    for command in [*measuring, *cli_checkpoints.COMMANDS]:
+    commands: list[Callable[..., None]] = [*measuring, *cli_checkpoints.COMMANDS]
+    for command in commands:
         app.command()(command)
     app.add_typer(cli_data.app, name="data")

@@ -142,8 +142,9 @@ class HFTarget:
     def embedding_matrix(self) -> Tensor | None:
         """The whole input embedding [V, D]; None where it is not a plain float matrix in memory."""
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
-        plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and not weight.is_meta
-        return weight.detach() if plain else None
+        if not isinstance(weight, Tensor) or type(weight) not in (nn.Parameter, Tensor):
+            return None
+        return weight.detach() if weight.is_floating_point() and not weight.is_meta else None
 
     @contextlib.contextmanager
     def tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:

@@ -65,7 +65,7 @@ def compare_recipes(
             run = directory / name / f"seed-{seed}"
             settings = [*overrides, *own_overrides, f"training.seed={seed}", f"training.output_dir={run}"]
             runs.append(_run(recipe, settings, run, prompts, seed, limit, max_new_tokens, quiet))
-        model, _ = open_checkpoint(directory / name / f"seed-{seeds[0]}")
+        model: Any = open_checkpoint(directory / name / f"seed-{seeds[0]}")[0]
         cost = head_cost(model.drafter)
         entry_result = {"name": entry, "recipe": recipe, "overrides": own_overrides, "runs": runs, "head_cost": cost}
         result["entries"].append(entry_result)
