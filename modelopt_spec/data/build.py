@@ -203,8 +203,8 @@ def _fill_train(
 
     def rows() -> Iterator[tuple[Split, KeyedRow]]:
         for row in _unique(order, config, train):
-            prompt = first_prompt(row.conversation)
-            if prompt in held_out:
+            prompt = first_prompt(row.conversation) if held_out or config.validation_share else ""
+            if held_out and prompt in held_out:
                 train.skipped["held_out_prompt"] += 1
             elif excluded and not excluded.isdisjoint(_user_turns(row.conversation)):
                 train.skipped["excluded_prompt"] += 1

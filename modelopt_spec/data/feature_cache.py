@@ -34,6 +34,10 @@ from modelopt_spec.records import TargetFeatures
 __all__ = ["FeatureTarget", "verify_cache", "write_cache"]
 
 
+PROBE_TOKENS = 8
+"""Tokens that the target first runs on, to learn the width and dtype of its features."""
+
+
 class FeatureTarget(Protocol):
     """The part of a target that is needed here."""
 
@@ -89,7 +93,7 @@ def write_cache(
     if not len(dataset):
         raise DataError("the data set is empty: there is nothing to cache")
     counts = count_needs(dataset, settings.positions)
-    probe = _features(target, [dataset[0]], layer_ids)
+    probe = _features(target, [{"input_ids": dataset[0]["input_ids"][:PROBE_TOKENS]}], layer_ids)
     index = plan_cache(counts, probe, layer_ids, identity, settings)
     prepare_directory(directory, index, settings)
     mine = [shard for number, shard in enumerate(index.shards) if number % world_size == rank]
