@@ -1,6 +1,6 @@
 """`make demo`: a real 135M model gets a DSpark drafter, which is measured, exported and served by a real engine.
 
-Trains for at most ten minutes on two CPU cores, evaluates on prompts that were never trained on, exports, and, where
+Trains for at most eight minutes on two CPU cores, evaluates on prompts that were never trained on, exports, and, where
 llama.cpp's environment is there (`tools/engines/install.sh llamacpp`), lets the engine itself say what it accepted.
 Everything printed is measured in this run.
 """
@@ -47,10 +47,10 @@ def serve(target: Path, draft: Path, prompts: list[str], max_new_tokens: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--minutes", type=float, default=10.0, help="time limit of the training loop")
-    parser.add_argument("--prompts", type=int, default=40, help="held-out prompts to measure on")
-    parser.add_argument("--engine-prompts", type=int, default=12)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of the training loop")
+    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts to measure on")
+    parser.add_argument("--engine-prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
     started = time.time()
     if options.out.exists():
