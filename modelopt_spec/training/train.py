@@ -177,7 +177,7 @@ def _arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         raise ConfigError(f"training: {error}") from None
 
 
-def _attach(model: nn.Module, tokenizer: Any, recipe: Recipe, *, quiet: bool) -> None:
+def _attach(model: Any, tokenizer: Any, recipe: Recipe, *, quiet: bool) -> None:
     """Convert the model, start from another draft if the recipe says so, and train in float32 master weights."""
     config = recipe.drafter_config
     convert(model, (recipe.mode, config), tokenizer=tokenizer, quiet=quiet)
