@@ -99,7 +99,9 @@ def show(summary: dict[str, Any], out: Path) -> None:
     table.add_row("accepted length tau (bonus included)", f"{pooled['tau']:.3f}")
     shares = ["-" if a is None else f"{a:.0%}" for a in pooled["conditional_acceptance"]]
     table.add_row("conditional acceptance per slot", " ".join(shares))
-    table.add_row("tau with shuffled target features (control)", f"{evaluation['control']['tau']:.3f}")
+    control = evaluation["control"]
+    shuffled = f"{control['tau']:.3f} against {control['tau_same_prompts']:.3f} with the right ones"
+    table.add_row("tau with shuffled target features (same prompts)", shuffled)
     baseline = evaluation["baseline"]
     table.add_row("this package's decoding", f"{baseline['speedup']:.2f} x plain generate")
     table.add_row("training", f"{summary['train']['steps']} steps in {summary['train']['seconds'] / 60:.1f} min")
