@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from modelopt_spec.checkpoints.account import Entry, KeyReader
-from modelopt_spec.checkpoints.block_scales import FP8_BLOCK, MXFP4_GROUP, dequantize_fp8, dequantize_mxfp4
+from modelopt_spec.checkpoints.block_scales import (
+    FP8_BLOCK,
+    MXFP4_GROUP,
+    dequantize_fp8,
+    dequantize_mxfp4,
+    quantize_mxfp4,
+)
 from modelopt_spec.checkpoints.layouts.base import NO_TARGET, Draft, Layout, expected_shapes
 from modelopt_spec.checkpoints.layouts.deepseek_v4_keys import read_keys, why_not, write_keys
 from modelopt_spec.checkpoints.layouts.deepseek_v4_names import expert_files, file_names, kept_float32
@@ -22,7 +28,7 @@ from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError
 
-__all__ = ["DeepseekV4Layout"]
+__all__ = ["DeepseekV4Layout", "pack_experts", "round_experts"]
 
 _FP8, _PACKED, _SCALE = ("F8_E4M3",), ("I8", "U8"), ("F8_E8M0", "U8", "F32")
 _ALIASES = {"markov_head.markov_w1.weight": "markov_head.embed.weight"}
@@ -138,6 +144,27 @@ class DeepseekV4Layout(Layout):
         }
         order = expected_shapes(draft.config)
         return Draft(draft.config, {ours: settled[ours] for ours in order})
+
+
+def round_experts(draft: Draft) -> Draft:
+    """A draft whose routed experts hold values that MXFP4 can: what is served once :func:`pack_experts` packed them."""
+    tensors = dict(draft.tensors)
+    for name, stack in draft.tensors.items():
+        if ".mlp.experts." in name:
+            rounded = [dequantize_mxfp4(*quantize_mxfp4(expert)) for expert in stack]
+            tensors[name] = torch.stack(rounded).to(stack.dtype)
+    return Draft(draft.config, tensors)
+
+
+def pack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The file's tensors with routed experts as MXFP4: packed weights and their scales."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".ffn.experts." in name:
+            packed[name], packed[f"{name.removesuffix('.weight')}.scale"] = quantize_mxfp4(tensor)
+        else:
+            packed[name] = tensor
+    return packed
 
 
 def _sizes(config: DrafterConfig) -> tuple[int, int]:
