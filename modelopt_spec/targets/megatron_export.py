@@ -69,7 +69,7 @@ def gather_drafter(model: Any) -> PortableModel | None:
     if mpu.get_tensor_model_parallel_rank() or mpu.get_data_parallel_rank(with_context_parallel=True):
         return None
     whole = build_drafter(drafter.config)
-    whole.to(drafter.dtype).load_state_dict({name: tensor.cpu() for name, tensor in weights.items()})
+    whole.load_state_dict({name: tensor.cpu() for name, tensor in weights.items()}, assign=True)
     whole.bind(drafter.target)
     config = getattr(model, "hf_config", None)
     return _portable_class(config)(whole, drafter.target, config)

@@ -29,9 +29,11 @@ from modelopt_spec.config import LossConfig
 from modelopt_spec.errors import ConfigError, DataError, SpecError
 from modelopt_spec.records import TargetFeatures
 from modelopt_spec.targets.megatron import MegatronTarget, drafter_config
-from modelopt_spec.training.blocks import anchor_generator
+from modelopt_spec.training.balance import ExpertBalance
+from modelopt_spec.training.blocks import row_generators
+from modelopt_spec.training.curves import StepStatistics
 from modelopt_spec.training.loss import LossResult, Projection, first_nonfinite_row
-from modelopt_spec.training.module import DraftTrainingModule, StepStatistics, lambda_at
+from modelopt_spec.training.module import DraftTrainingModule, lambda_at
 from modelopt_spec.training.vocab_reduce import GroupReduce
 
 __all__ = [
@@ -119,7 +121,7 @@ class MegatronForwardStep:
     Args:
         model: the ``GPTModel`` of this rank after :func:`modelopt_spec.convert`.
         loss: weights of the terms. num_anchors: blocks cut from each row.
-        seed: with the step, the micro-batch and the data-parallel rank it decides the anchors.
+        seed: with the step and a row's index it decides the row's anchors, whatever the layout.
         total_steps: of the run, for Domino's curriculum.
 
     Batches are dicts of right-padded ``input_ids`` [B, S] and ``loss_mask`` [B, S] with ``rows``, the index of each row
@@ -138,29 +140,35 @@ class MegatronForwardStep:
         self.block_size = config.block_size
         self._source = _GivenFeatures()
         self.module: _StageModule | None = None
+        self._balance: ExpertBalance | None = None
         drafter = getattr(model, "drafter", None)
         if drafter is not None:
             self.module = _StageModule(model, loss, num_anchors, self._source)
             self.target: MegatronTarget = drafter.target
+            self._balance = ExpertBalance.of(drafter, self._over_data_ranks)
         else:
             self.target = MegatronTarget(model)
         self._mpu = mpu
         self.step = 0
-        self.begin(1)
+        self.begin()
 
-    def begin(self, num_microbatches: int) -> None:
+    def _over_data_ranks(self, values: Tensor) -> Tensor:
+        """Sum over data-parallel ranks; tensor-parallel ranks see the same blocks."""
+        total = values.clone()
+        torch.distributed.all_reduce(total, group=self._mpu.get_data_parallel_group(with_context_parallel=True))
+        return total
+
+    def finish(self) -> None:
+        """After the optimizer's step: count it, and move the biases of a drafter's routers."""
+        if self._balance is not None:
+            self._balance.on_optimizer_step(None, None, None)
+        self.step += 1
+
+    def begin(self) -> None:
         """Forget the sums of the last step; called before each."""
-        self.num_microbatches, self._index = num_microbatches, 0
         self._weights = torch.zeros((), dtype=torch.float64, device=self.target.device)
-        self._sums = torch.zeros(2 * len(TERMS) + 6, dtype=torch.float64, device=self.target.device)
+        self._sums = torch.zeros(2 * len(TERMS) + 5, dtype=torch.float64, device=self.target.device)
         self._bad_row = torch.full((), -1, dtype=torch.long, device=self.target.device)
-
-    def _generator(self, batch: Batch) -> torch.Generator:
-        """As the Hugging Face trainer draws anchors: the place in the run decides, in evaluation the row."""
-        if not self.model.training:
-            return anchor_generator(self.seed, 2**40 + int(batch["rows"][0]))
-        ranks, rank = self._mpu.get_data_parallel_world_size(), self._mpu.get_data_parallel_rank()
-        return anchor_generator(self.seed, (self.step * self.num_microbatches + self._index) * ranks + rank)
 
     def __call__(self, data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         """Run this stage for the next micro-batch."""
@@ -173,18 +181,20 @@ class MegatronForwardStep:
             output = result if carried is None else _Relay.apply(carried, result)
             return output, partial(self._pair, None)
         total, outcome = self._draft(batch, result)
-        self._index += 1
         return (total if carried is None else _Relay.apply(carried, total)), partial(self._pair, outcome)
 
     def _draft(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, LossResult]:
         """The drafter's loss summed (not averaged) over the slots of a micro-batch."""
         assert self.module is not None
-        blocks = self.module.blocks(batch, self._generator(batch))
+        when: int | str = self.step if self.model.training else "eval"
+        blocks = self.module.blocks(batch, row_generators(self.seed, when, batch["rows"]))
         self._source.now = features
         batch = {"lengths": [features.taps.shape[1]] * len(batch["input_ids"]), **batch}
         base_ce = lambda_at(self.step, self.total_steps, self.loss)
         total, seen, rows, outcome = self.module(batch, blocks, divisor=1.0, base_ce=base_ce)
         self._source.now = None
+        if self.model.training and self._balance is not None:
+            self._balance.observe()
         self._count(seen, total)
         if not bool(torch.isfinite(total)):
             slot = first_nonfinite_row(rows, outcome)
@@ -197,14 +207,9 @@ class MegatronForwardStep:
         for i, name in enumerate(TERMS):
             if name in values:
                 self._sums[2 * i : 2 * i + 2] += values[name]
-        self._sums[-6:] += torch.cat(
-            [seen.blocks, seen.slots[0].sum().view(1), total.detach().double().view(1), self._one]
-        )
+        counted = [seen.blocks, seen.slots[0].sum().view(1), total.detach().double().view(1)]
+        self._sums[-5:] += torch.cat(counted)
         self._weights += values["ce"][1]
-
-    @property
-    def _one(self) -> Tensor:
-        return torch.ones(1, dtype=torch.float64, device=self.target.device)
 
     def _pair(
         self, outcome: LossResult | None, output: Tensor, non_loss_data: bool = False
@@ -251,7 +256,7 @@ class MegatronForwardStep:
             )
         values = sums.tolist()
         weight = max(values[1], 1e-12)
-        blocks, committed, _, slots, total, _ = values[-6:]
+        blocks, committed, _, slots, total = values[-5:]
         terms = {
             name: values[2 * i] / max(values[2 * i + 1], 1e-12) for i, name in enumerate(TERMS) if values[2 * i + 1]
         }
@@ -287,7 +292,7 @@ def _run(step: MegatronForwardStep, wrapped: Any, batches: Sequence[Batch], forw
             f"the micro-batches of a step have shapes {sorted(shapes)}: with a pipeline they must be equal, pad all "
             "rows to data.max_length and drop the last incomplete batch"
         )
-    step.begin(len(batches))
+    step.begin()
     rows, length = next(iter(shapes))
     get_forward_backward_func()(
         forward_step_func=step,
@@ -369,7 +374,7 @@ def train_step(
     _, grad_norm, _ = optimizer.step()
     if scheduler is not None:
         scheduler.step(increment=1)
-    step.step += 1
+    step.finish()
     return StepReport(**{**report.__dict__, "grad_norm": None if grad_norm is None else float(grad_norm)})
 
 

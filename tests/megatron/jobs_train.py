@@ -13,11 +13,19 @@ import modelopt_spec.conversion as mtsp
 from modelopt_spec.config import LossConfig
 from modelopt_spec.targets.megatron_vocab import load_whole_state_dict, whole_tensor
 from modelopt_spec.training import megatron as training
-from modelopt_spec.training.blocks import anchor_generator
+from modelopt_spec.training.balance import ExpertBalance
+from modelopt_spec.training.blocks import row_generators
 from modelopt_spec.training.module import DraftTrainingModule, lambda_at
 
 ROWS, LENGTH, ANCHORS, SEED, TOTAL = 2, 24, 5, 11, 6
 ADAM = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-4}
+EXPERTS: dict[str, Any] = {
+    "num_layers": 2,
+    "residual": "mhc",
+    "mlp": "moe",
+    "hyper_connection": {"streams": 2},
+    "moe": {"num_experts": 4, "experts_per_token": 2},
+}
 MODES: dict[str, tuple[tuple[str, dict[str, Any]], LossConfig]] = {
     "vanilla": (
         ("dspark", {"head": {"rank": 6}, "block_size": 5}),
@@ -31,6 +39,10 @@ MODES: dict[str, tuple[tuple[str, dict[str, Any]], LossConfig]] = {
         ("domino", {"head": {"rank": 6}, "block_size": 5}),
         LossConfig(ce=1.0, base_ce_start=1.0, base_ce_decay_ratio=1.0),
     ),
+    "moe": (
+        ("dspark", {"head": {"rank": 6}, "block_size": 4, "backbone": EXPERTS}),
+        LossConfig(ce=0.1, tv=0.9, confidence=1.0),
+    ),
     "none": (("dflash", {"block_size": 5}), LossConfig(ce=1.0, position_weights="dpace")),
 }
 
@@ -43,7 +55,7 @@ def batches_of(rank: int, step: int, count: int, length: int = LENGTH) -> list[d
         ids = torch.randint(0, VOCAB - 1, (ROWS, length), generator=generator)
         mask = torch.rand(ROWS, length, generator=generator) < 0.85
         mask[0, length - 4 :] = False
-        rows = [(step * count + index) * ROWS + i for i in range(ROWS)]
+        rows = [((rank * 100 + step) * count + index) * ROWS + i for i in range(ROWS)]
         result.append({"input_ids": ids, "loss_mask": mask, "rows": rows, "lengths": [length - 4, length]})
     return result
 
@@ -60,7 +72,7 @@ def both_sides(family: str, mode: str, layout: dict[str, Any]) -> tuple[Any, Any
         **settings,
         "mask_token_id": VOCAB - 1,
         "target_layer_ids": layout.get("taps", (-1, 1, 3, 6)),
-        "backbone": {"num_layers": 2},
+        "backbone": settings.get("backbone", {"num_layers": 2}),
     }
     mtsp.convert(reference, (name, settings), quiet=True)
     mtsp.convert(model, (name, settings), quiet=True)
@@ -74,15 +86,14 @@ def both_sides(family: str, mode: str, layout: dict[str, Any]) -> tuple[Any, Any
 
 
 def reference_step(
-    module: DraftTrainingModule, step: int, ranks: int, microbatches: int
+    module: DraftTrainingModule, step: int, ranks: int, microbatches: int, balance: ExpertBalance | None = None
 ) -> tuple[float, dict[str, float]]:
     """Gradients of the mean over all ranks' micro-batches, in ``.grad``; the loss and its terms."""
     module.train()
     places = []
     for rank in range(ranks):
-        for index, batch in enumerate(batches_of(rank, step, microbatches)):
-            place = (step * microbatches + index) * ranks + rank
-            places.append((batch, module.blocks(batch, anchor_generator(SEED, place))))
+        for batch in batches_of(rank, step, microbatches):
+            places.append((batch, module.blocks(batch, row_generators(SEED, step, batch["rows"]))))
     base_ce = lambda_at(step, TOTAL, module.loss_config)
     with torch.no_grad():
         results = [module(batch, blocks, divisor=1.0, base_ce=base_ce)[3] for batch, blocks in places]
@@ -91,6 +102,8 @@ def reference_step(
     for batch, blocks in places:
         share = module(batch, blocks, divisor=weight, base_ce=base_ce)[0]
         share.backward()
+        if balance is not None:
+            balance.observe()
         loss += float(share)
     terms = {name: sum(float(r.terms[name].total) for r in results) / weight for name in results[0].terms}
     return loss, terms
@@ -117,12 +130,13 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
     optimizer, scheduler = _megatron_optimizer(wrapped)
     module = DraftTrainingModule(reference, loss, ANCHORS)
     adam = _adam(module.drafter)
+    balance = ExpertBalance.of(module.drafter, lambda values: values)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     worst = {"loss": 0.0, "terms": 0.0, "norm": 0.0, "later_norm": 0.0, "gradients": 0.0, "weights": 0.0}
     hosts = getattr(model, "drafter", None) is not None
     for number in range(steps):
         adam.zero_grad()
-        expected, terms = reference_step(module, number, ranks, microbatches)
+        expected, terms = reference_step(module, number, ranks, microbatches, balance)
         if number == 0:
             model.train()
             wrapped.zero_grad_buffer()
@@ -132,6 +146,8 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
         report = training.train_step(step, wrapped, optimizer, batches_of(rank, number, microbatches), scheduler)
         norm = torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
         adam.step()
+        if balance is not None:
+            balance.on_optimizer_step(None, None, None)
         assert report.terms.keys() == terms.keys()
         worst["loss"] = max(worst["loss"], abs(report.loss - expected))
         worst["terms"] = max([worst["terms"], *(abs(report.terms[name] - terms[name]) for name in terms)])
@@ -140,8 +156,9 @@ def train(family: str, mode: str, steps: int = 3, microbatches: int = 2, **layou
         worst[kind] = max(worst[kind], abs(float(norm) - report.grad_norm) / float(norm))
     if hosts:
         ours = {name: whole_tensor(model.drafter, name, p) for name, p in model.drafter.named_parameters()}
-        for name, parameter in reference.drafter.named_parameters():
-            worst["weights"] = max(worst["weights"], float((ours[name] - parameter).abs().max()))
+        ours |= dict(model.drafter.named_buffers())
+        for name, tensor in (*reference.drafter.named_parameters(), *reference.drafter.named_buffers()):
+            worst["weights"] = max(worst["weights"], float((ours[name] - tensor).abs().max()))
     worst["evaluation"] = _evaluation_difference(step, wrapped, module, rank)
     return worst
 
@@ -153,7 +170,7 @@ def _evaluation_difference(step: Any, wrapped: Any, module: DraftTrainingModule,
     outcomes = []
     with torch.no_grad():
         for batch in batches:
-            blocks = module.blocks(batch, anchor_generator(SEED, 2**40 + batch["rows"][0]))
+            blocks = module.blocks(batch, row_generators(SEED, "eval", batch["rows"]))
             base_ce = lambda_at(step.step, TOTAL, module.loss_config)
             outcomes.append(module(batch, blocks, divisor=1.0, base_ce=base_ce))
     weight = sum(float(result.terms["ce"].weight) for _, _, _, result in outcomes)

@@ -21,6 +21,8 @@ RUNS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("qwen3", "gru", 2, {"tp": 2, "config": {"tie_word_embeddings": True}}),
     ("llama", "gru", 2, {"pp": 2}),
     ("qwen3", "none", 2, {"tp": 2}),
+    ("qwen3", "moe", 2, {"tp": 2}),
+    ("qwen3", "moe", 2, {}),
     ("llama", "rnn", 4, {"tp": 2, "pp": 2, "sp": True, "config": {"tie_word_embeddings": True}}),
     ("qwen3", "gru", 4, {"tp": 2}),
     ("qwen3_moe", "vanilla", 4, {"tp": 2, "ep": 2}),
