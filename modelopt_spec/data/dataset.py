@@ -109,8 +109,9 @@ def load_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, qui
         return _token_data(splits, _identity(tokenizer, config))
     directory = Path(config.cache_dir).expanduser() if config.cache_dir else _cache_root()
     target = directory / f"rows-{_cache_key(config, tokenizer)}"
-    if not (target / MANIFEST).is_file():
-        prepare(config, tokenizer, target, quiet=quiet)
+    with _only_one(target):
+        if not (target / MANIFEST).is_file():
+            prepare(config, tokenizer, target, quiet=quiet)
     return open_prepared(target, tokenizer, config)
 
 
@@ -141,7 +142,7 @@ def prepare(
             "kind": "mtsp.data",
             "version": VERSION,
             "identity": _identity(tokenizer, config),
-            "config": config.model_dump(mode="json"),
+            "config": config.replace(chat_template=template_text(config.chat_template)).model_dump(mode="json"),
             "splits": {
                 name: {
                     "packed": split.store.packed,
@@ -175,8 +176,9 @@ def open_prepared(
 
     Args:
         directory: what :func:`prepare` wrote.
-        config: if given, its template settings are compared.
-        tokenizer: if given, it must be the one that made the rows; with ``config`` the template must be the same too.
+        tokenizer: if given, it and its template must be those that made the rows.
+        config: if given, what it sets for template and supervision must be what the rows were made with; settings that
+            it leaves at their default follow the rows.
         verify: read every shard and compare checksums.
 
     Raises:
@@ -192,10 +194,12 @@ def open_prepared(
             f"{str(path / MANIFEST)!r} is of kind {manifest.get('kind')!r} version {manifest.get('version')!r}"
         )
     identity = manifest["identity"]
+    recorded = DataConfig(**manifest["config"])
+    if config is not None:
+        _check_settings(path, config, recorded)
     if tokenizer is not None:
-        current = _identity(tokenizer, config or DataConfig())
-        checked = ("tokenizer", "template") if config is not None else ("tokenizer",)
-        for name in checked:
+        current = _identity(tokenizer, recorded)
+        for name in ("tokenizer", "template"):
             if identity[name] != current[name]:
                 raise DataError(
                     f"{str(path)!r} was prepared with another {name} (sha256 {identity[name][:12]}, now "
@@ -208,7 +212,23 @@ def open_prepared(
             _check_shard(path / name / shard.file, shard, verify)
         splits[name] = load_shards(path / name, shards, SampleStore(packed=entry["packed"]).schema)
     reports = {name: DataReport.from_dict(entry["report"]) for name, entry in manifest["splits"].items()}
+    if config is not None and reports["train"].longest > config.max_length:
+        raise DataError(
+            f"{str(path)!r} has rows of up to {reports['train'].longest} tokens, data.max_length is "
+            f"{config.max_length}: raise it or prepare the rows again"
+        )
     return TokenData(splits["train"], splits.get("validation"), reports["train"], reports.get("validation"), identity)
+
+
+def _check_settings(path: Path, config: DataConfig, recorded: DataConfig) -> None:
+    """What a configuration sets must be what the rows were made with; what it leaves at its default follows them."""
+    for name in ("chat_template", "template_kwargs", "date", "system_role", "supervise", "rewrites", "pack"):
+        wanted = template_text(config.chat_template) if name == "chat_template" else getattr(config, name)
+        if wanted not in (getattr(DataConfig(), name), getattr(recorded, name)):
+            raise DataError(
+                f"{str(path)!r} was prepared with data.{name} {getattr(recorded, name)!r}, now it is {wanted!r}: "
+                "prepare the rows again or leave the setting out"
+            )
 
 
 def _check_shard(file: Path, shard: ShardInfo, verify: bool) -> None:
@@ -243,6 +263,20 @@ def _bar(name: str, quiet: bool) -> Iterator[Progress]:
     """Counts rows on a progress bar: each is read once and tokenized once."""
     with progress(name, None, quiet=quiet) as advance:
         yield lambda stage, count: advance(count if stage == "tokenize" else 0, note=stage)
+
+
+@contextlib.contextmanager
+def _only_one(target: Path) -> Iterator[None]:
+    """Let one process (of the ranks of a node, say) prepare a directory while the others wait for it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # no advisory locks on this platform
+        yield
+        return
+    with open(target.parent / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _cache_root() -> Path:

@@ -219,7 +219,11 @@ def test_prepared_directories_open_again_and_notice_damage(tokenizer, tmp_path) 
     with pytest.raises(DataError, match="another tokenizer"):
         open_prepared(out, tiny.make_tokenizer(kind="metaspace"))
     with pytest.raises(DataError, match="another template"):
-        open_prepared(out, tokenizer, DataConfig(system_role="merge"))
+        open_prepared(out, tiny.make_tokenizer(tiny.CHATML_TAGS))
+    with pytest.raises(DataError, match=r"prepared with data.system_role 'keep', now it is 'merge'"):
+        load_datasets(DataConfig(train=str(out), system_role="merge"), tokenizer, quiet=True)
+    with pytest.raises(DataError, match=r"rows of up to \d+ tokens, data.max_length is 64"):
+        load_datasets(DataConfig(train=str(out), max_length=64), tokenizer, quiet=True)
     shard = next((out / "train").glob("*.arrow"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -236,12 +240,34 @@ def test_the_cache_is_used_again_and_follows_its_inputs(tokenizer, tmp_path) -> 
     source = write(tmp_path / "a.jsonl", rows_of(20))
     config = DataConfig(train=source, cache_dir=str(tmp_path / "cache"))
     first = load_datasets(config, tokenizer, quiet=True)
-    made = [(path, path.stat().st_mtime_ns) for path in (tmp_path / "cache").iterdir()]
+    made = [(path, path.stat().st_mtime_ns) for path in (tmp_path / "cache").glob("rows-*")]
     load_datasets(config.replace(num_workers=0, memory_mb=7), tokenizer, quiet=True)
-    assert [(path, path.stat().st_mtime_ns) for path in (tmp_path / "cache").iterdir()] == made
+    assert [(path, path.stat().st_mtime_ns) for path in (tmp_path / "cache").glob("rows-*")] == made
     write(tmp_path / "a.jsonl", rows_of(25))
     assert len(load_datasets(config, tokenizer, quiet=True).train) == len(first.train) + 5
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(list((tmp_path / "cache").glob("rows-*"))) == 2
+
+
+def test_processes_that_start_together_prepare_once(tokenizer, tmp_path) -> None:
+    import multiprocessing
+
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows_of(400)), cache_dir=str(tmp_path / "cache"))
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+
+    def load() -> None:
+        data = load_datasets(config, tokenizer, quiet=True)
+        found.put((len(data.train), data.train_report.fingerprint))
+
+    ranks = [context.Process(target=load) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    results = [found.get(timeout=120) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+    assert len(set(results)) == 1
+    assert len(list((tmp_path / "cache").glob("rows-*"))) == 1
 
 
 @pytest.mark.parametrize("form", ["jsonl.gz", "parquet", "json", "saved", "saved_dict", "directory", "glob"])
