@@ -1,11 +1,12 @@
-"""The module that a trainer wraps: batch in, loss and statistics out. Target and drafter are inside of it.
+"""The module that a trainer wraps: batch in, loss and statistics out. Its only submodule is the drafter.
 
 Legend: B batch, S sequence, N anchors, K slots, M supervised slots, D hidden.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from modelopt_spec.conventions import BlockLayout
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.records import BlockBatch
+from modelopt_spec.training.balance import with_balance_loss
 from modelopt_spec.training.blocks import AnchorGenerator, BlockSettings, make_blocks, sample_anchors, valid_anchors
 from modelopt_spec.training.curves import StepStatistics, statistics
 from modelopt_spec.training.features import FeatureSource, OnlineFeatures
@@ -55,7 +57,14 @@ def lambda_at(step: int, total_steps: int, loss: LossConfig) -> float:
 class DraftTrainingModule(nn.Module):
     """Features, blocks, draft pass and loss of one batch.
 
-    The target stays frozen and in eval mode; only ``model.drafter`` has gradients.
+    The target is used but is no submodule: what wraps this module (DDP, FSDP, optimizers) sees the drafter alone. It
+    stays frozen and in eval mode, and is placed (and sharded) by whoever loads it.
+
+    Args:
+        model: a converted model.
+        loss: weights of the terms.
+        num_anchors: blocks cut from each row.
+        source: where features come from; None runs the target.
     """
 
     def __init__(
@@ -69,7 +78,10 @@ class DraftTrainingModule(nn.Module):
         drafter = getattr(model, "drafter", None)
         if not isinstance(drafter, Drafter):
             raise ConfigError(f"this {type(model).__name__} has no drafter: call modelopt_spec.convert first")
-        self.model = model
+        self._model = (model,)
+        self.drafter = drafter
+        self._no_split_modules = sorted({type(layer).__name__ for layer in getattr(drafter, "layers", ())})
+        """Layer classes that accelerate's FSDP shards one by one."""
         self.loss_config = loss
         self.settings = block_settings(drafter, loss, num_anchors)
         self.source = (
@@ -77,9 +89,9 @@ class DraftTrainingModule(nn.Module):
         )
 
     @property
-    def drafter(self) -> Drafter:
-        """The module that is trained."""
-        return cast(Drafter, self.model.drafter)
+    def model(self) -> nn.Module:
+        """The target with its drafter."""
+        return self._model[0]
 
     def train(self, mode: bool = True) -> DraftTrainingModule:
         """Training mode for the drafter; the target stays in eval mode."""
@@ -125,7 +137,12 @@ class DraftTrainingModule(nn.Module):
         last_hidden = features.last_hidden if self.loss_config.needs_target else None
         rows = gather_rows(output, blocks, last_hidden)
         result = draft_loss(rows, self.projection(), self.weights(base_ce), divisor)
-        return result.loss, statistics(rows, result, blocks), rows, result
+        loss = with_balance_loss(result.loss, self.drafter, blocks, divisor)
+        return loss, statistics(rows, result, blocks), _detached(rows), dataclasses.replace(result, loss=loss.detach())
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Called by the Trainer: the drafter's layers are computed again in the backward pass."""
+        self.drafter.gradient_checkpointing = True
 
     def projection(self) -> Projection:
         """How the drafter's outputs become logits; targets that share the vocabulary over ranks have their own."""
@@ -142,6 +159,13 @@ class DraftTrainingModule(nn.Module):
             kl=config.kl,
             dpace_alpha=config.dpace_alpha if config.position_weights == "dpace" else None,
         )
+
+
+def _detached(rows: SlotRows) -> SlotRows:
+    """Rows that carry no gradient: what a module returns beside its loss looks used to DDP."""
+    names = ("hidden", "latents", "confidence")
+    values = {name: None if getattr(rows, name) is None else getattr(rows, name).detach() for name in names}
+    return dataclasses.replace(rows, **values)
 
 
 def nonfinite_rows(rows: SlotRows, result: LossResult, blocks: BlockBatch) -> list[int]:

@@ -73,6 +73,7 @@ class TrainingSection(SpecConfig):
     )
     cache_dir: str | None = Field(default=None, description="directory of the cached features")
     max_minutes: float | None = Field(default=None, gt=0, description="stop after this time, with the state saved")
+    shard_target: bool = Field(default=False, description="spread the target's layers over all ranks (FSDP2)")
     check_finite: bool = Field(default=True, description="stop with the row's index when a loss is not finite")
 
     @model_validator(mode="before")

@@ -9,26 +9,65 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import TrainingArguments
 
+from modelopt_spec.config import LossConfig
 from modelopt_spec.drafter.drafter import Drafter, build_drafter
-from modelopt_spec.errors import UnsupportedError
+from modelopt_spec.errors import ConfigError, UnsupportedError
+from modelopt_spec.targets.hf import find_decoder
 
 __all__ = [
-    "leave_target_out_of_ddp",
     "load_drafter",
     "load_optimizer_state",
+    "needs_unused_search",
     "number",
+    "prepare_arguments",
+    "shard_target",
     "whole_drafter",
     "whole_optimizer_state",
 ]
 
 
-def leave_target_out_of_ddp(module: Any) -> None:
-    """Keep DDP from sending the frozen target's weights and buffers: every rank has loaded the same."""
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    module._ddp_params_and_buffers_to_ignore = [name for name in names if not name.startswith("model.drafter.")]
+def needs_unused_search(drafter: Drafter, loss: LossConfig) -> bool:
+    """Whether a step can leave a parameter of the drafter without gradient, which DDP must then look for."""
+    config = drafter.config
+    known_head = config.head.type in ("none", "vanilla", "gated", "rnn", "gru")
+    idle_confidence = config.confidence.enabled and not loss.confidence
+    return idle_confidence or not known_head or config.backbone.mlp != "dense"
+
+
+def prepare_arguments(args: TrainingArguments, drafter: Drafter, loss: LossConfig) -> None:
+    """Settings of DDP and FSDP2 that follow from what is trained, where the user left them open.
+
+    Under FSDP2 parameters are gathered and gradients reduced in float32; autocast chooses the type of the arithmetic,
+    as it does without FSDP.
+    """
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = needs_unused_search(drafter, loss)
+    plugin = args.fsdp_plugin_args
+    if plugin is not None:
+        if plugin.get("fsdp_version") != 2:
+            raise ConfigError(f"training.fsdp_config.version is {plugin.get('fsdp_version')}: only FSDP2 is supported")
+        plugin.setdefault("mixed_precision_policy", MixedPrecisionPolicy())
+
+
+def shard_target(model: nn.Module, device: torch.device) -> None:
+    """Spread a target's layers over all ranks with FSDP2, one layer at a time, and put the rest on ``device``.
+
+    Embeddings, final norm and output projection stay whole on every rank. Call it before the drafter is attached.
+    """
+    decoder: Any = find_decoder(model)
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+    for tensor in (*whole, *model.buffers()):
+        tensor.data = tensor.data.to(device)
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)
 
 
 def number(value: Any) -> float:

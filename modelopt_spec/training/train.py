@@ -96,6 +96,7 @@ def train(
     arguments = _arguments(loaded, output_dir)
     checkpoint = _begin(output_dir, resume, arguments)
     model_section = loaded.model
+    shard = loaded.training.shard_target and arguments.world_size > 1
     with _one_after_the_other(arguments):
         tokenizer = load_tokenizer(
             model_section.name_or_path,
@@ -109,8 +110,10 @@ def train(
         revision=model_section.revision,
         attn_implementation=model_section.attn_implementation,
         trust_remote_code=model_section.trust_remote_code,
-        device=arguments.device,
+        device=None if shard else arguments.device,
     )
+    if shard:
+        sharding.shard_target(model, arguments.device)
     torch.manual_seed(arguments.seed)
     _attach(model, tokenizer, loaded, quiet=quiet or not arguments.should_log)
     trainer = _trainer(model, tokenizer, data, loaded, arguments, quiet=quiet)
@@ -252,8 +255,7 @@ def _feature_source(
 def _run(trainer: DraftTrainer, checkpoint: Path | None, max_minutes: float | None, *, quiet: bool) -> str | None:
     """Train; what ended the run before its last step, if anything did."""
     args = trainer.args
-    steps_an_epoch = -(-trainer.num_rows // trainer.rows_per_step)
-    total = args.max_steps if args.max_steps > 0 else int(steps_an_epoch * args.num_train_epochs)
+    total = args.max_steps if args.max_steps > 0 else int(trainer.epochs.steps * args.num_train_epochs)
     with (
         progress("train", total, quiet=quiet or not args.should_log) as advance,
         Interrupt(max_minutes) as interrupt,
@@ -280,7 +282,7 @@ def _report(trainer: DraftTrainer, recipe: Recipe, data: Any, seconds: float, st
         "stopped_by": stopped_by,
         "seconds": seconds,
         "rows_without_supervision": len(trainer.rows_without_supervision()),
-        "rows_per_step": trainer.rows_per_step,
+        "rows_per_step": trainer.epochs.rows_per_step,
         "trainable_parameters": sum(p.numel() for p in trainer.module.drafter.parameters()),
         "device": str(trainer.args.device),
         "world_size": trainer.args.world_size,

@@ -17,14 +17,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from modelopt_spec.checkpoints.store import config_of, read_description, read_weights, write_drafter
 from modelopt_spec.errors import CheckpointError, SpecError
+from modelopt_spec.records import BlockBatch
 from modelopt_spec.training import ranks, run_checkpoints, sharding
+from modelopt_spec.training.balance import ExpertBalance
 from modelopt_spec.training.batches import Collator, IndexedRows
 from modelopt_spec.training.blocks import row_generators
 from modelopt_spec.training.curves import LogSums, summary
+from modelopt_spec.training.epochs import EpochPlace
 from modelopt_spec.training.loss import WEIGHT_EPSILON
 from modelopt_spec.training.module import DraftTrainingModule, lambda_at, nonfinite_rows
 from modelopt_spec.training.sampling import EpochSampler
@@ -39,15 +42,10 @@ class NonFiniteLossError(SpecError):
     """A loss or gradient became NaN or infinite; the run stopped and saved its state."""
 
 
-class _Epochs(TrainerCallback):
-    """Tells the sampler the epoch, also after a resume in the middle of one."""
-
-    def __init__(self, trainer: DraftTrainer) -> None:
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.sampler is not None:
-            self.trainer.sampler.set_epoch(int(state.epoch or 0))
+def _only(blocks: BlockBatch, rows: Tensor) -> BlockBatch:
+    """Blocks of which only some rows ([B] bool) are taught."""
+    mine = rows.to(blocks.keep.device).view(-1, 1, 1)
+    return dataclasses.replace(blocks, supervised=blocks.supervised & mine, weights=blocks.weights * mine)
 
 
 class DraftTrainer(Trainer):
@@ -78,12 +76,15 @@ class DraftTrainer(Trainer):
         if args.n_gpu > 1:
             args._n_gpu = 1
         self._staging: Path | None = None
-        self.sampler: EpochSampler | None = None
-        sharding.leave_target_out_of_ddp(module)
+        sharding.prepare_arguments(args, module.drafter, module.loss_config)
         super().__init__(model=module, args=args, **kwargs)
-        self.add_callback(_Epochs(self))
+        self.epochs = EpochPlace(args, self.num_rows)
+        self.add_callback(self.epochs)
         self.model_accepts_loss_kwargs = True
         self.module = module
+        self.experts = ExpertBalance.of(module.drafter, self.accelerator.reduce)
+        if self.experts is not None:
+            self.add_callback(self.experts)
         self.check_finite = check_finite
         self.provenance = provenance or {}
         self.unsupervised: set[int] = set()
@@ -98,11 +99,6 @@ class DraftTrainer(Trainer):
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     @property
-    def rows_per_step(self) -> int:
-        """Rows of an optimizer step, over all ranks and micro-batches."""
-        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-
-    @property
     def num_rows(self) -> int:
         """Rows of the training set."""
         rows: Any = self.train_dataset
@@ -115,8 +111,8 @@ class DraftTrainer(Trainer):
             return super()._get_train_sampler(rows)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         lengths = rows.lengths() if self.args.train_sampling_strategy == "group_by_length" else None
-        self.sampler = EpochSampler(len(rows), seed, lengths=lengths, group=self.rows_per_step)
-        return self.sampler
+        self.epochs.sampler = EpochSampler(len(rows), seed, lengths=lengths, group=self.epochs.rows_per_step)
+        return self.epochs.sampler
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -136,8 +132,13 @@ class DraftTrainer(Trainer):
         for batch in batches:
             generators = row_generators(self.args.seed, self.state.global_step, batch["rows"])
             batch["blocks"] = self.module.blocks(batch, generators)
+            repeated = self.epochs.repeated(len(batch["rows"]))
+            if repeated is not None:
+                batch["blocks"] = _only(batch["blocks"], ~repeated)
             taught = batch["blocks"].supervised.flatten(1).any(1).tolist()
-            self.unsupervised.update(row for row, any_slot in zip(batch["rows"], taught, strict=True) if not any_slot)
+            unknown = [False] * len(taught) if repeated is None else repeated.tolist()
+            seen = zip(batch["rows"], taught, unknown, strict=True)
+            self.unsupervised.update(row for row, any_slot, skip in seen if not any_slot and not skip)
             total += batch["blocks"].weights.sum(dtype=torch.float64).to(device)
         self._bad_rows = set()
         self._dpace_weight = torch.zeros((), dtype=torch.float64, device=device)
@@ -168,12 +169,19 @@ class DraftTrainer(Trainer):
         loss, statistics, rows, result = model(batch, blocks, divisor=divisor, base_ce=base_ce)
         if model.training and self.check_finite and not torch.isfinite(loss):
             self._bad_rows.update(batch["rows"][i] for i in nonfinite_rows(rows, result, blocks))
+        if model.training and self.experts is not None:
+            self.experts.observe()
         if model.training and self._dpace:
             self._dpace_weight += statistics.weight_sum
         self._sums["train" if model.training else "eval"].add(statistics)
         if num_items_in_batch is not None:
             loss = loss * self.args.world_size
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The Trainer's choice without what the drafter names: hyper-connections and attention sinks."""
+        excluded = tuple(f"drafter.{name}" for name in self.module.drafter.no_decay_names())
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith(excluded)]
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -233,10 +241,7 @@ class DraftTrainer(Trainer):
         """Evaluation loss of one batch, with anchors that depend on its rows only."""
         batch: dict[str, Any] = self._prepare_inputs(inputs)
         blocks = self.module.blocks(batch, row_generators(self.args.seed, "eval", batch["rows"]))
-        mine = torch.tensor(self._not_seen_yet(batch["rows"]), device=blocks.keep.device).view(-1, 1, 1)
-        batch["blocks"] = dataclasses.replace(
-            blocks, supervised=blocks.supervised & mine, weights=blocks.weights * mine
-        )
+        batch["blocks"] = _only(blocks, torch.tensor(self._not_seen_yet(batch["rows"])))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch)
         return loss.detach(), None, None
@@ -261,6 +266,7 @@ class DraftTrainer(Trainer):
             sums.clear()
             if split == "train":
                 found.pop("loss", None)
+                found |= self.experts.metrics() if self.experts is not None else {}
                 if self.module.loss_config.base_ce_start:
                     found["lambda"] = base_ce
             logs.update(found)
@@ -327,7 +333,7 @@ class DraftTrainer(Trainer):
     def _run_identity(self) -> dict[str, Any]:
         """What the position in the data means something for."""
         return {
-            "rows_per_step": self.rows_per_step,
+            "rows_per_step": self.epochs.rows_per_step,
             "rows": self.num_rows,
             "data": self.provenance.get("data", {}).get("fingerprint"),
             "data_seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,

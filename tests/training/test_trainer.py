@@ -270,7 +270,7 @@ def test_lengths_come_from_the_column_or_the_rows(tmp_path: Path) -> None:
     trainer = make_trainer(rows, tmp_path, train_sampling_strategy="group_by_length", per_device_train_batch_size=5)
     assert trainer.train_dataset.lengths().tolist() == [len(row["input_ids"]) for row in rows]
     trainer.train()
-    order = trainer.sampler.order()
-    assert trainer.sampler.group == 5
-    spread = [max(part) - min(part) for part in trainer.sampler.lengths[order].view(-1, 5).tolist()]
+    order = trainer.epochs.sampler.order()
+    assert trainer.epochs.sampler.group == 5
+    spread = [max(part) - min(part) for part in trainer.epochs.sampler.lengths[order].view(-1, 5).tolist()]
     assert max(spread) < 16
