@@ -163,9 +163,9 @@ class DraftTrainingModule(nn.Module):
 
 def _detached(rows: SlotRows) -> SlotRows:
     """Rows that carry no gradient: what a module returns beside its loss looks used to DDP."""
-    names = ("hidden", "latents", "confidence")
-    values = {name: None if getattr(rows, name) is None else getattr(rows, name).detach() for name in names}
-    return dataclasses.replace(rows, **values)
+    latents = None if rows.latents is None else rows.latents.detach()
+    confidence = None if rows.confidence is None else rows.confidence.detach()
+    return dataclasses.replace(rows, hidden=rows.hidden.detach(), latents=latents, confidence=confidence)
 
 
 def nonfinite_rows(rows: SlotRows, result: LossResult, blocks: BlockBatch) -> list[int]:
