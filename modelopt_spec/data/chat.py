@@ -6,19 +6,22 @@ its turn. Prompts, headers and the line break after a turn are never supervised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from modelopt_spec.data.config import DataConfig
 from modelopt_spec.data.messages import Conversation, RowError, parse_row
-from modelopt_spec.data.template import ChatTemplate, RenderedRow, Span
+from modelopt_spec.data.template import ChatTemplate, RenderedRow
+from modelopt_spec.data.tokens import EncodedRow, RowTokenizer
 from modelopt_spec.errors import DataError
 
-__all__ = ["ChatRenderer", "TokenRow", "render_prompt", "render_row"]
+__all__ = ["ChatRenderer", "CutRow", "TokenRow", "render_prompt", "render_row"]
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,17 @@ class TokenRow:
     """Supervised ones among them."""
     straddling: int = 0
     """Tokens that begin in a prompt and end in an answer; they are not supervised."""
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """A row after the length limit: ids and ranges of supervised tokens, and what was lost as in :class:`TokenRow`."""
+
+    ids: list[int]
+    ranges: list[tuple[int, int]]
+    lost_tokens: int
+    lost_supervised: int
+    straddling: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig | None = None) -> None:
         self.tokenizer = tokenizer
         self.config = config or DataConfig()
+        self.encoder = RowTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
 
     @property
@@ -78,21 +93,6 @@ class ChatRenderer:
             conversation = replace(conversation, messages=messages)
         return self.template.rows(conversation, self.config.supervise, self.config.rewrites)
 
-    def tokenize(self, rows: Sequence[RenderedRow], *, special_tokens: bool = False) -> list[TokenRow | RowError]:
-        """Tokenize rendered rows, batched, and cut them to the length limit.
-
-        ``special_tokens`` adds the tokenizer's own (templates print theirs; plain text has none). A row that is too
-        long or keeps too little supervision comes back as a :class:`RowError` (too_long, truncated_away,
-        too_few_supervised).
-        """
-        backend = getattr(self.tokenizer, "backend_tokenizer", None) if self.tokenizer.is_fast else None
-        if backend is None:
-            return [self._finish(*self._slow(row, special_tokens)) for row in rows]
-        backend.no_truncation()
-        backend.no_padding()
-        encodings = backend.encode_batch([row.text for row in rows], add_special_tokens=special_tokens)
-        return [self._finish(*_mask(encoding, row)) for encoding, row in zip(encodings, rows, strict=True)]
-
     def __call__(self, rows: Sequence[Mapping[str, Any] | Conversation]) -> list[list[TokenRow] | RowError]:
         """Token rows of each raw row, or why it has none. Templates run once a row, the tokenizer once a batch."""
         return self.tokenize_all(self.render_all(rows))
@@ -111,16 +111,31 @@ class ChatRenderer:
 
     def tokenize_all(self, rendered: Sequence[_Rendered]) -> list[list[TokenRow] | RowError]:
         """Tokenize what :meth:`render_all` gave; a conversation keeps those of its rows that can be used."""
-        tokens: dict[bool, list[TokenRow | RowError]] = {}
+        return self.tokenize_as(_token_row, rendered)
+
+    def tokenize_as(self, make: Callable[[CutRow], Made], rendered: Sequence[_Rendered]) -> list[list[Made] | RowError]:
+        """:meth:`tokenize_all` with rows in another form.
+
+        A row that is too long or keeps too little supervision is left out (reasons too_long, truncated_away,
+        too_few_supervised); a conversation without any row comes back as the error of its first.
+        """
+        tokens: dict[bool, list[EncodedRow]] = {}
         for special in (False, True):
             batch = [row for item in rendered if item.special_tokens is special for row in item.rows]
-            tokens[special] = self.tokenize(batch, special_tokens=special)[::-1] if batch else []
-        result: list[list[TokenRow] | RowError] = []
+            tokens[special] = self.encoder.encode(batch, special_tokens=special)[::-1] if batch else []
+        result: list[list[Made] | RowError] = []
         for item in rendered:
-            parts = [tokens[item.special_tokens].pop() for _ in item.rows]
-            errors = [part for part in parts if isinstance(part, RowError)]
-            good = [part for part in parts if isinstance(part, TokenRow)]
-            result.append(good or item.error or errors[0])
+            good: list[Made] = []
+            error = item.error
+            for _ in item.rows:
+                row = self._cut(tokens[item.special_tokens].pop())
+                if isinstance(row, RowError):
+                    error = error or row
+                else:
+                    good.append(make(row))
+            if not good and error is None:
+                error = RowError("no_assistant", "nothing was rendered")
+            result.append(good if good else cast(RowError, error))
         return result
 
     def prompt(
@@ -147,71 +162,30 @@ class ChatRenderer:
         bos = self.tokenizer.bos_token
         return bool(bos) and text.startswith(str(bos))
 
-    def _finish(self, ids: list[int], mask: list[bool], straddling: int) -> TokenRow | RowError:
-        limit, total = self.config.max_length, sum(mask)
-        lost = max(0, len(ids) - limit)
-        if lost and self.config.overlong == "skip":
-            return RowError("too_long", f"{len(ids)} tokens, max_length is {limit}")
-        if lost:
-            ids, mask = ids[:limit], mask[:limit]
-        kept = sum(mask) if lost else total
+    def _cut(self, row: EncodedRow) -> CutRow | RowError:
+        """Apply the length limit; a row keeps enough supervision or is an error."""
+        limit = self.config.max_length
+        total = sum(last - first for first, last in row.ranges)
+        lost = len(row.ids) - limit
+        if lost <= 0:
+            if total < self.config.min_supervised:
+                return RowError("too_few_supervised", f"{total} supervised tokens")
+            return CutRow(row.ids, row.ranges, 0, 0, row.straddling)
+        if self.config.overlong == "skip":
+            return RowError("too_long", f"{len(row.ids)} tokens, max_length is {limit}")
+        ranges = [(first, min(last, limit)) for first, last in row.ranges if first < limit]
+        kept = sum(last - first for first, last in ranges)
         if kept < self.config.min_supervised:
             reason = "truncated_away" if total >= self.config.min_supervised else "too_few_supervised"
             return RowError(reason, f"{kept} supervised tokens are left of {total}")
-        return TokenRow(ids, mask, lost, total - kept, straddling)
-
-    def _slow(self, row: RenderedRow, special_tokens: bool) -> tuple[list[int], list[bool], int]:
-        """Without offsets: tokens up to each end of a span must be a prefix of the row's tokens."""
-        ids = list(self.tokenizer(row.text, add_special_tokens=special_tokens)["input_ids"])
-        if row.spans == ((0, len(row.text)),):
-            return ids, [True] * len(ids), 0
-        mask = [False] * len(ids)
-        for start, end in row.spans:
-            edges = []
-            for position in (start, end):
-                head = list(self.tokenizer(row.text[:position], add_special_tokens=special_tokens)["input_ids"])
-                if ids[: len(head)] != head:
-                    raise DataError(
-                        f"{type(self.tokenizer).__name__} gives no offsets and merges tokens across the start of an "
-                        "answer, so its supervised tokens cannot be told apart: use a fast tokenizer"
-                    )
-                edges.append(len(head))
-            mask[edges[0] : edges[1]] = [True] * (edges[1] - edges[0])
-        return ids, mask, 0
+        return CutRow(row.ids[:limit], ranges, lost, total - kept, row.straddling)
 
 
-def _mask(encoding: Any, row: RenderedRow) -> tuple[list[int], list[bool], int]:
-    """Ids, supervision and straddling tokens of one encoding: a token counts where its first character stands."""
-    ids: list[int] = encoding.ids
-    count = len(ids)
-    if len(row.spans) == 1 and row.spans[0] == (0, len(row.text)):
-        return ids, [True] * count, 0
-    mask = [False] * count
-    straddling = 0
-    for span in row.spans:
-        first, last, cut = _token_range(encoding, span, len(row.text), count)
-        straddling += cut
-        if last > first:
-            mask[first:last] = [True] * (last - first)
-    return ids, mask, straddling
-
-
-def _token_range(encoding: Any, span: Span, length: int, count: int) -> tuple[int, int, int]:
-    """Tokens [first, last) whose first character lies in the span, and 1 if one begins before it and reaches in."""
-    edges, cut = [], 0
-    for position in span:
-        token = None
-        at = position
-        while at < length and (token := encoding.char_to_token(at)) is None:
-            at += 1
-        if token is None:
-            edges.append(count)
-        elif encoding.token_to_chars(token)[0] < position:
-            edges.append(token + 1)
-            cut += position == span[0]
-        else:
-            edges.append(token)
-    return edges[0], edges[1], cut
+def _token_row(row: CutRow) -> TokenRow:
+    mask = [False] * len(row.ids)
+    for first, last in row.ranges:
+        mask[first:last] = [True] * (last - first)
+    return TokenRow(row.ids, mask, row.lost_tokens, row.lost_supervised, row.straddling)
 
 
 def place_system(messages: list[dict[str, Any]], system_role: str) -> list[dict[str, Any]]:

@@ -66,7 +66,8 @@ class SampleStore:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the lengths, ids, masks and segments of all samples so far, in order."""
+        """sha256 over the lengths, ids, masks and segments of all samples so far, batch by batch, in order."""
+        self._flush()
         return self._hash.hexdigest()
 
     def add(self, sample: Sample) -> None:
@@ -74,13 +75,7 @@ class SampleStore:
         length = len(sample.input_ids)
         self.samples += 1
         self.tokens += length
-        self.supervised += int(sample.loss_mask.sum())
         self.longest = max(self.longest, length)
-        self._hash.update(length.to_bytes(8, "little"))
-        self._hash.update(sample.input_ids.tobytes())
-        self._hash.update(sample.loss_mask.tobytes())
-        if sample.segment_ids is not None:
-            self._hash.update(sample.segment_ids.tobytes())
         self._pending.append(sample)
         self._shard_tokens += length
         if len(self._pending) >= BATCH_ROWS or self._shard_tokens >= SHARD_TOKENS:
@@ -97,9 +92,8 @@ class SampleStore:
 
     def _flush(self) -> None:
         if self._pending:
-            batch = _record_batch(self._pending, self.schema)
-            self._shard_rows += len(self._pending)
-            self._pending = []
+            batch = self._take_pending()
+            self._shard_rows += batch.num_rows
             if self.directory is None:
                 self._batches.append(batch)
             else:
@@ -108,6 +102,24 @@ class SampleStore:
                 self._writer.write_batch(batch)
         if self._shard_tokens >= SHARD_TOKENS:
             self._end_shard()
+
+    def _take_pending(self) -> pa.RecordBatch:
+        """The pending samples as one batch; counts and hashes them."""
+        samples, self._pending = self._pending, []
+        lengths = np.fromiter((len(sample.input_ids) for sample in samples), dtype=np.int32, count=len(samples))
+        values = [
+            np.concatenate([sample.input_ids for sample in samples]),
+            np.concatenate([sample.loss_mask for sample in samples]),
+        ]
+        self.supervised += int(values[1].sum())
+        if self.packed:
+            whole = [np.zeros(len(s.input_ids), np.int32) if s.segment_ids is None else s.segment_ids for s in samples]
+            values.append(np.concatenate(whole))
+        for array in (lengths, *values):
+            self._hash.update(array)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        columns = [pa.ListArray.from_arrays(offsets, pa.array(array)) for array in values]
+        return pa.RecordBatch.from_arrays([*columns[:2], pa.array(lengths), *columns[2:]], schema=self.schema)
 
     def _start_shard(self) -> None:
         assert self.directory is not None
@@ -130,19 +142,3 @@ def load_shards(directory: Path, shards: Sequence[ShardInfo], schema: pa.Schema)
         return datasets.Dataset(schema.empty_table()).with_format("numpy")
     parts = [datasets.Dataset.from_file(str(directory / shard.file)) for shard in shards]
     return (parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)).with_format("numpy")
-
-
-def _record_batch(samples: Sequence[Sample], schema: pa.Schema) -> pa.RecordBatch:
-    lengths = np.fromiter((len(sample.input_ids) for sample in samples), dtype=np.int32, count=len(samples))
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    columns = [
-        pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([sample.input_ids for sample in samples]))),
-        pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([sample.loss_mask for sample in samples]))),
-        pa.array(lengths),
-    ]
-    if "segment_ids" in schema.names:
-        segments = [
-            np.zeros(len(s.input_ids), dtype=np.int32) if s.segment_ids is None else s.segment_ids for s in samples
-        ]
-        columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(segments))))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)

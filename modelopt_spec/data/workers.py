@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from modelopt_spec.data.chat import ChatRenderer
+from modelopt_spec.data.chat import ChatRenderer, CutRow
 from modelopt_spec.data.messages import Conversation, RowError
 from modelopt_spec.data.store import Sample
 
@@ -47,7 +47,7 @@ def render_chunks(
     num_workers: int = 0,
 ) -> Iterator[tuple[list[Item], Results]]:
     """Chunks of ``size`` items, each with the token rows of its conversations; order and results do not depend on
-    ``num_workers``. At most ``2 * num_workers + 2`` chunks are in flight, so memory is flat.
+    ``num_workers``. At most ``2 * num_workers + 3`` chunks are in flight, so memory is flat.
     """
     chunks: Iterator[list[Item]] = iter(lambda: list(islice(items, size)), [])
     waiting: deque[tuple[list[Item], Future[Results]]] = deque()
@@ -60,7 +60,7 @@ def render_chunks(
                 rendered = renderer.render_all(conversations)
                 future = executor.submit(_tokenize, renderer, rendered)
             waiting.append((chunk, future))
-            if len(waiting) > 2 * num_workers + 1:
+            if len(waiting) > 2 * num_workers + 2:
                 done, result = waiting.popleft()
                 yield done, result.result()
         while waiting:
@@ -94,20 +94,12 @@ def _work(conversations: list[Conversation]) -> Results:
 
 
 def _tokenize(renderer: ChatRenderer, rendered: list[Any]) -> Results:
-    results: Results = []
-    for rows in renderer.tokenize_all(rendered):
-        if isinstance(rows, RowError):
-            results.append(rows)
-            continue
-        results.append(
-            [
-                TokenizedRow(
-                    Sample(np.array(row.input_ids, dtype=np.int32), np.array(row.loss_mask, dtype=np.bool_)),
-                    row.lost_tokens,
-                    row.lost_supervised,
-                    row.straddling,
-                )
-                for row in rows
-            ]
-        )
-    return results
+    return renderer.tokenize_as(_tokenized, rendered)
+
+
+def _tokenized(row: CutRow) -> TokenizedRow:
+    mask = np.zeros(len(row.ids), dtype=np.bool_)
+    for first, last in row.ranges:
+        mask[first:last] = True
+    sample = Sample(np.array(row.ids, dtype=np.int32), mask)
+    return TokenizedRow(sample, row.lost_tokens, row.lost_supervised, row.straddling)

@@ -268,6 +268,22 @@ def test_tokenizers_without_offsets_give_the_same_rows() -> None:
     assert ChatRenderer(_WithoutOffsets(tokenizer))([TWO_TURNS]) == ChatRenderer(tokenizer)([TWO_TURNS])
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_a_start_that_rows_share_is_tokenized_once_and_alike(kind: str, data: st.DataObject) -> None:
+    tokenizer = tiny.make_tokenizer(tiny.CHATML, kind)
+    words = st.text(st.sampled_from("ab é漢\n.<|>"), max_size=8).map(lambda text: f"x{text}y")
+    system = data.draw(st.sampled_from([None, "You are a helpful assistant, answer all questions."]))
+    rows = [tiny.chat(data.draw(words), data.draw(words), system=system) for _ in range(3)]
+    renderer = ChatRenderer(tokenizer)
+    together = renderer(rows)
+    assert together == [renderer([row])[0] for row in rows]
+    if system:
+        assert renderer.encoder._shared_start([item.rows[0] for item in renderer.render_all(rows)]) > len(system)
+    assert renderer.encoder._share
+
+
 def test_a_token_across_the_start_of_an_answer_is_not_supervised() -> None:
     """Without a line break between prompt and answer one token can hold characters of both."""
     template = "{% for m in messages %}{{ m.content if m.role == 'user' else 'ca' + m.content + '</s>' }}{% endfor %}"
