@@ -135,6 +135,12 @@ def generate(
             f"{count}, or pass num_draft_tokens={scheduler.gamma}"
         )
     prompts = _unpad(input_ids, attention_mask, settings)
+    largest = max(max(prompt) for prompt in prompts)
+    if largest >= target.shape.embedding_rows:
+        raise DataError(
+            f"input_ids holds id {largest}, but the target embeds {target.shape.embedding_rows} ids: the tokenizer "
+            "belongs to another model"
+        )
     if hasattr(streamer, "put") and len(prompts) > 1:
         raise ConfigError("a transformers streamer takes one prompt at a time: pass a function of (row, new_tokens)")
     random = random or RowRandom(len(prompts), seed, generator)

@@ -277,6 +277,8 @@ def test_bad_prompts_and_settings_are_named():
         generate(model, ids, torch.ones(1, 4), max_new_tokens=4)
     with pytest.raises(DataError, match="input_ids has shape"):
         generate(model, ids[0], torch.ones(3), max_new_tokens=4)
+    with pytest.raises(DataError, match="id 61, but the target embeds 61"):
+        generate(model, torch.tensor([[5, 61]]), max_new_tokens=4)
     with pytest.raises(ConfigError, match="need the tokenizer"):
         generate(model, ids, max_new_tokens=4, stop_strings="x")
     with pytest.raises(ConfigError, match="empty string"):
