@@ -118,11 +118,12 @@ def make_trainer(
     dtype: torch.dtype = torch.float64,
     source: Any = None,
     evaluate: Any = None,
+    layers: int = 1,
     **arguments: Any,
 ) -> DraftTrainer:
     """A trainer over token rows and a tiny random target of its own; the same seed gives the same drafter."""
     model = tiny(dtype=dtype)
-    config = {"target_layer_ids": (1, 3), "block_size": 4, "mask_token_id": 96, "backbone": {"num_layers": 1}}
+    config = {"target_layer_ids": (1, 3), "block_size": 4, "mask_token_id": 96, "backbone": {"num_layers": layers}}
     torch.manual_seed(1)
     mtsp.convert(model, (mode, {**config, **HEADS[mode]}), quiet=True)
     model.drafter.to(dtype)
