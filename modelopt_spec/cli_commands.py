@@ -10,12 +10,14 @@ import typer
 
 from modelopt_spec import cli_checkpoints, cli_data
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
+from modelopt_spec.errors import ConfigError
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint (mtsp train), or an exported or published draft.")]
 Prompts = Annotated[list[Path], typer.Option("--prompts", help="JSONL prompt file; give it several times for more.")]
 DraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="K; default: the trained block.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")]
 Seed = Annotated[int, typer.Option("--seed")]
+Out = Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")]
 Scheduler = Annotated[Path | None, typer.Option("--scheduler", help="scheduler.json of `mtsp calibrate`/`profile`.")]
 
 
@@ -147,18 +149,31 @@ def compare(
 def calibrate(
     checkpoint: Checkpoint,
     prompts: Prompts,
-    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path(
-        "scheduler.json"
-    ),
+    out: Out = Path("scheduler.json"),
     target: Target = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    num_draft_tokens: DraftTokens = None,
     temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature, as served.")] = 0.0,
     max_new_tokens: NewTokens = 256,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 8,
     limit: Limit = None,
     seed: Seed = 0,
+    rounds: Annotated[
+        Path | None, typer.Option("--rounds", help="Fit on this round file of the drafter; collect nothing.")
+    ] = None,
+    rounds_out: Annotated[Path | None, typer.Option("--rounds-out", help="Keep the collected rounds here.")] = None,
+    held_out: Annotated[float, typer.Option("--held-out", help="Share of the prompts to judge on, not to fit.")] = 0.3,
     bins: Annotated[int, typer.Option("--bins", help="Bins of the calibration error.")] = 15,
+    adaptive_bins: Annotated[bool, typer.Option("--adaptive-bins", help="Bins of equal count, not width.")] = False,
     refine: Annotated[bool, typer.Option("--refine", help="Golden-section search after the grid.")] = False,
+    bootstrap: Annotated[int, typer.Option("--bootstrap", help="Replicates for the intervals; 0: none.")] = 100,
+    max_noise: Annotated[
+        float | None, typer.Option("--max-noise", help="Refuse where the ECE's own noise is larger (0.04).")
+    ] = None,
+    min_events: Annotated[
+        int | None, typer.Option("--min-events", help="Refuse where a slot was accepted or rejected less often (10).")
+    ] = None,
     figure: Annotated[Path | None, typer.Option("--figure", help="Write the reliability diagram here.")] = None,
     quiet: Quiet = False,
     json_path: Json = None,
@@ -171,12 +186,21 @@ def calibrate(
         tokenizer,
         prompts,
         out=out,
+        rounds=rounds,
+        rounds_out=rounds_out,
         temperature=temperature,
+        num_draft_tokens=num_draft_tokens,
         max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
         limit=limit,
         seed=seed,
         bins=bins,
+        adaptive_bins=adaptive_bins,
         refine=refine,
+        bootstrap=bootstrap,
+        held_out_share=held_out,
+        max_noise=max_noise,
+        min_events=min_events,
         quiet=quiet,
     )
     if not quiet:
@@ -188,25 +212,45 @@ def calibrate(
 
 def profile(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")] = Path(
-        "scheduler.json"
-    ),
+    out: Out = Path("scheduler.json"),
     target: Target = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    num_draft_tokens: DraftTokens = None,
     requests: Annotated[str, typer.Option("--requests", help="Batch sizes, comma separated.")] = "1,2,4,8,16",
     contexts: Annotated[str, typer.Option("--contexts", help="Cached tokens a request, comma separated.")] = "256",
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed visits of each cell; the median counts.")] = 7,
+    warmup: Annotated[int, typer.Option("--warmup", help="Untimed visits of each cell before.")] = 2,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Processor seconds: for one thread of a shared machine.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Refuse a flat or inert table.")] = True,
+    seed: Seed = 0,
+    figure: Annotated[Path | None, typer.Option("--figure", help="Draw the table here.")] = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
     """Measure this machine's verification step time and write it as a cost table."""
     model, tokenizer = _open(checkpoint, target, dtype, device)
-    numbers = [[int(part) for part in text.split(",")] for text in (requests, contexts)]
     report = call(
-        "scheduling.api:profile", model, tokenizer, out=out, requests=numbers[0], contexts=numbers[1], quiet=quiet
+        "scheduling.api:profile",
+        model,
+        tokenizer,
+        out=out,
+        requests=_numbers(requests, "--requests"),
+        contexts=_numbers(contexts, "--contexts"),
+        num_draft_tokens=num_draft_tokens,
+        repeats=repeats,
+        warmup=warmup,
+        check=check,
+        cpu_time=cpu_time,
+        seed=seed,
+        quiet=quiet,
     )
     if not quiet:
         call("reports.scheduling:print_profile", report, console)
+    if figure is not None:
+        call("reports.scheduling:cost_figure", report, figure)
     emit(report, json_path)
 
 
@@ -215,21 +259,45 @@ def simulate(
     loads: Annotated[str, typer.Option("--loads", help="Concurrent requests (or requests/s), comma separated.")],
     cost: Annotated[Path | None, typer.Option("--cost", help="Cost table: ours, SGLang's or TensorRT-LLM's.")] = None,
     scheduler: Scheduler = None,
-    load: Annotated[str, typer.Option("--load", help="concurrency or rate.")] = "concurrency",
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="none, fixed:K, threshold:P, scheduler.")] = None,
+    load: Annotated[str, typer.Option("--load", help="concurrency, rate or batch (drained, as generate does).")] = (
+        "concurrency"
+    ),
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help="none, fixed, fixed:K, threshold:P, scheduler, early_stop.")
+    ] = None,
+    padded: Annotated[
+        bool | None, typer.Option("--padded/--ragged", help="Steps padded to the longest request; default: the file's.")
+    ] = None,
+    max_running: Annotated[int, typer.Option("--max-running", help="Requests at once where loads are rates.")] = 256,
+    requests: Annotated[int | None, typer.Option("--requests", help="Requests in all; default 4 x the load.")] = None,
+    output_tokens: Annotated[int | None, typer.Option("--output-tokens", help="Default: as recorded.")] = None,
+    acceptance: Annotated[str, typer.Option("--acceptance", help="sequential or bootstrap.")] = "sequential",
+    extrapolate: Annotated[
+        bool, typer.Option("--extrapolate", help="Continue the table beyond what was measured.")
+    ] = False,
+    measured: Annotated[Path | None, typer.Option("--measured", help="Measured throughput to compare with.")] = None,
+    seed: Seed = 0,
     figure: Annotated[Path | None, typer.Option("--figure", help="Write the throughput curves here.")] = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
     """Simulate a serving engine: throughput against speed per user for each verification policy."""
-    options = {"policies": tuple(policy)} if policy else {}
+    options: dict[str, Any] = {"policies": tuple(policy)} if policy else {}
     report = call(
         "scheduling.api:simulate",
         rounds,
         cost,
         scheduler=scheduler,
-        loads=[float(part) for part in loads.split(",")],
+        loads=_numbers(loads, "--loads", float),
         load=load,
+        padded=padded,
+        measured=measured,
+        max_running=max_running,
+        requests=requests,
+        output_tokens=output_tokens,
+        acceptance=acceptance,
+        extrapolate=extrapolate,
+        seed=seed,
         **options,
     )
     if not quiet:
@@ -237,6 +305,14 @@ def simulate(
     if figure is not None:
         call("reports.scheduling:throughput_figure", report, figure)
     emit(report, json_path)
+
+
+def _numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[Any]:
+    """Comma separated numbers of an option."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: give numbers, comma separated, for example 1,2,4") from error
 
 
 def register(app: typer.Typer) -> None:

@@ -48,6 +48,7 @@ def calibrate(
     temperature: float = 0.0,
     num_draft_tokens: int | None = None,
     max_new_tokens: int = 256,
+    batch_size: int = 8,
     limit: int | None = None,
     seed: int = 0,
     bins: int = 15,
@@ -71,7 +72,8 @@ def calibrate(
         temperature: sampling temperature, as served.
         num_draft_tokens: draft tokens a block; default what the block was trained for.
         max_new_tokens: of each answer.
-        limit: prompts to use at most.
+        batch_size: prompts decoded together while rounds are collected; what is accepted does not depend on it.
+        limit: prompts of each file at most.
         seed: of the sampling, the split and the intervals.
         bins: bins of the calibration error.
         adaptive_bins: bins of equal count instead of equal width.
@@ -97,6 +99,7 @@ def calibrate(
         "temperatures": (temperature,),
         "num_draft_tokens": num_draft_tokens,
         "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
         "limit": limit,
         "seed": seed,
         "quiet": quiet,
@@ -266,7 +269,8 @@ def _collect(
     """Record full-block rounds of an evaluation without a scheduler."""
     from modelopt_spec.decoding.evaluate import evaluate
 
-    evaluate(model, tokenizer, prompts, baseline=False, control=False, rounds_out=path, **options)
+    off: dict[str, Any] = dict.fromkeys(("baseline", "control", "probabilities"), False)
+    evaluate(model, tokenizer, prompts, rounds_out=path, **off, **options)
 
 
 def _existing(out: Path, gamma: int, identity: Identity) -> SchedulerFile:
