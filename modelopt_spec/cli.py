@@ -87,15 +87,34 @@ def train(
     recipe: Annotated[str, typer.Argument(help="Built-in name (dspark/smollm2_135m) or YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, check data, disk and memory; train nothing.")
+    ] = False,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="With --dry-run: whose memory; default: this one.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="With --dry-run: ranks that will train.")] = 1,
+    rows: Annotated[int | None, typer.Option("--rows", help="With --dry-run: rows that do not exist yet.")] = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
     """Train a drafter from a recipe."""
+    if dry_run:
+        options: dict[str, Any] = {"resume": resume, "gpu": gpu, "gpus": gpus, "rows": rows}
+        call("cli_plan:dry_run", recipe, overrides or [], quiet=quiet, json_path=json_path, **options)
     result = call("training.train:train", recipe, overrides or [], resume=resume, quiet=quiet)
-    last: dict[str, Any] = next((entry for entry in reversed(result.report["curves"]) if "loss" in entry), {})
-    rows = [["checkpoint", result.checkpoint], ["steps", result.report["steps"]], ["seconds", result.report["seconds"]]]
-    rows += [[name, last[name]] for name in ("loss", "tau", "tau_probability") if name in last]
-    print_table("trained", ["", ""], rows, quiet=quiet)
+    if result.rank:
+        return
+    if result.stopped_by == "SIGTERM":
+        if not quiet:
+            typer.echo(
+                f"stopped by SIGTERM after step {result.report['steps']}: the state is saved in {result.checkpoint}; "
+                "the same command with --resume goes on from there"
+            )
+    else:
+        last: dict[str, Any] = next((entry for entry in reversed(result.report["curves"]) if "loss" in entry), {})
+        rows_of = [["checkpoint", result.checkpoint]]
+        rows_of += [[name, result.report[name]] for name in ("steps", "seconds")]
+        rows_of += [[name, last[name]] for name in ("loss", "tau", "tau_probability") if name in last]
+        print_table("trained", ["", ""], rows_of, quiet=quiet)
     emit(result.report, json_path)
 
 

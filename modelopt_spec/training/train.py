@@ -48,6 +48,8 @@ class TrainResult:
     """Also in ``report.json``: versions, recipe, seed, data fingerprint and curves."""
     stopped_by: str | None = None
     """``"SIGTERM"`` or ``"max_minutes"`` where the run ended before its last step; ``resume`` goes on from there."""
+    rank: int = 0
+    """Of this process; only the first one has something to tell."""
 
 
 class _Bar(TrainerCallback):
@@ -123,7 +125,7 @@ def train(
     saved = output_dir / DRAFTER
     if stopped_by == "SIGTERM":
         saved = run_checkpoints.checkpoint_dir(output_dir, trainer.state.global_step)
-        return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by)
+        return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by, arguments.process_index)
     model.drafter = sharding.whole_drafter(trainer.module.drafter)
     if arguments.should_save:
         save(model, saved, overwrite=True, extra=trainer.provenance)
@@ -134,7 +136,7 @@ def train(
             destination = loaded.export.output_dir or str(output_dir / "export")
             export(model, destination, engines=loaded.export.engines, overwrite=True, quiet=quiet)
     ranks.wait(arguments)
-    return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by)
+    return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by, arguments.process_index)
 
 
 def _begin(output_dir: Path, resume: bool, arguments: TrainingArguments) -> Path | None:

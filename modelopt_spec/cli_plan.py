@@ -1,0 +1,59 @@
+"""`mtsp plan` and `mtsp train --dry-run`: what a run will cost, and whether it can start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from modelopt_spec.cli import Json, Quiet, call, console, emit
+
+Rows = Annotated[int | None, typer.Option("--rows", help="Plan so many rows that do not exist yet.")]
+RowTokens = Annotated[int | None, typer.Option("--row-tokens", help="Mean length of those rows.")]
+Gpus = Annotated[int, typer.Option("--gpus", help="Ranks that train.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="h100, a100-80gb, l4 ...")]
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Built-in name (dspark/qwen3_8b) or YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    gpu: Gpu = "h100",
+    gpus: Gpus = 1,
+    efficiency: Annotated[float, typer.Option("--efficiency", help="Assumed share of the GPU's peak.")] = 0.35,
+    rows: Rows = None,
+    row_tokens: RowTokens = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="report.json of a shorter run: forecast tau from its curve.")
+    ] = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Compute a run's parameters, FLOPs, memory, cache and hours before it starts."""
+    quiet = quiet or str(json_path) == "-"
+    found = call(
+        "training.plan:plan",
+        recipe,
+        overrides or [],
+        gpu=gpu or "h100",
+        gpus=gpus,
+        efficiency=efficiency,
+        rows=rows,
+        row_tokens=row_tokens,
+        report=report,
+        quiet=quiet,
+    )
+    if not quiet:
+        call("training.plan_tables:print_plan", found, console)
+    emit(found, json_path)
+
+
+def dry_run(recipe: str, overrides: list[str], *, quiet: bool, json_path: Path | None, **options: Any) -> None:
+    """Print the plan and the checks; exit status 1 where one failed."""
+    quiet = quiet or str(json_path) == "-"
+    result = call("training.dry_run:dry_run", recipe, overrides, quiet=quiet, **options)
+    if not quiet:
+        call("training.plan_tables:print_plan", result.plan, console)
+        call("training.dry_run:print_checks", result, console)
+    emit(result.to_dict(), json_path)
+    raise typer.Exit(0 if result.ok else 1)
