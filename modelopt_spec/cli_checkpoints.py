@@ -23,6 +23,9 @@ def export(
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Type of the written weights.")] = None,
     scheduler: Annotated[Path | None, typer.Option("--scheduler", help="scheduler.json to ship along.")] = None,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", help="The target's GGUF file: write draft.gguf for llama.cpp too.")
+    ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json_path: Json = None,
@@ -36,6 +39,7 @@ def export(
         layout=layout,
         dtype=dtype,
         scheduler=scheduler,
+        gguf=gguf,
         overwrite=overwrite,
         quiet=quiet,
     )

@@ -19,16 +19,19 @@ from modelopt_spec.checkpoints.card import CARD, build_card, provenance_of, targ
 from modelopt_spec.checkpoints.compare import Comparison, StandIn, compare_block, rebuild
 from modelopt_spec.checkpoints.engines import ExportPlan, plan_export
 from modelopt_spec.checkpoints.engines.base import drafts_of
+from modelopt_spec.checkpoints.engines.llama_cpp_gguf import write_gguf
 from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.layouts import Draft
 from modelopt_spec.checkpoints.layouts.base import NO_TARGET, kept_in_float32
 from modelopt_spec.checkpoints.target_facts import TargetFacts
+from modelopt_spec.checkpoints.zero_head import needs_zero_head, with_zero_head
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError
 
 __all__ = ["CONTEXTS", "TOLERANCE", "ExportReport", "export", "prove"]
 
+GGUF_FILE = "draft.gguf"
 CONTEXTS = (1, 7, 33)
 """Context lengths of the blocks that are compared before an export appears."""
 TOLERANCE = 2e-4
@@ -101,6 +104,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     scheduler: str | os.PathLike[str] | None = None,
+    gguf: str | os.PathLike[str] | None = None,
     max_shard_bytes: int | None = None,
     quiet: bool = False,
 ) -> ExportReport:
@@ -112,10 +116,12 @@ def export(
         out: the directory to write. It appears complete or not at all.
         engines: engines that must all load it (``vllm``, ``sglang``, ``tensorrt_llm``, ``llama.cpp``); None writes for
             as many as serve this drafter and reports the others.
-        layout: published format to write; None takes the one that the engines read.
+        layout: published format to write; None takes the one that the engines read, and gives an anchor-first drafter
+            without a head a head of zeros, which engines need.
         dtype: type of the written weights; None keeps theirs.
         overwrite: replace a directory that is not empty.
         scheduler: a ``scheduler.json`` whose files for the engines are written too.
+        gguf: the target's GGUF file; a ``draft.gguf`` for llama.cpp is written too.
         max_shard_bytes: split the weights into files of about this size; None writes 5 GiB at most a file.
         quiet: do not print the report.
 
@@ -130,13 +136,20 @@ def export(
     if wanted is not None:
         draft = _cast(draft, wanted)
     _check_mask(draft)
+    zero_head = layout is None and needs_zero_head(draft.config)
+    if zero_head:
+        draft = with_zero_head(draft)
     plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=facts)
     with atomic_directory(out, overwrite) as directory:
         files = write_draft(draft, plan, directory, target=facts, max_shard_bytes=max_shard_bytes)
         comparisons = prove(draft, directory)
         notes = list(plan.notes)
+        if zero_head:
+            notes.append("written with a head of zeros, which changes nothing: engines build a head in any case")
         if scheduler is not None:
             notes += _write_scheduler(Path(scheduler), directory, files, drafts_of(draft.config), str(out))
+        if gguf is not None:
+            files.append(write_gguf(directory, gguf, directory / GGUF_FILE, target=facts).name)
         card = build_card(
             draft.config,
             layout=plan.layout.name,

@@ -169,6 +169,7 @@ FAILS = [
     ("vllm", "reduced", "deepspec", lambda c: None, without_tensor("d2t"), "d2t"),
     ("vllm", "reduced", "deepspec", lambda c: None, without_tensor("lm_head"), "draft vocabulary"),
     ("vllm", "vanilla", "speculators", drop("aux_hidden_state_layer_ids"), list, "taps"),
+    ("vllm", "dflash", "deepspec", lambda c: None, list, "head rank"),
     ("sglang", "vanilla", "deepspec", nest(target_layer_ids=[-1, 2]), list, "taps"),
     ("sglang", "vanilla", "deepspec", put(markov_rank=0), list, "head rank"),
     ("sglang", "vanilla", "deepspec", together(nest(markov_rank=6), drop("markov_rank")), list, "head rank"),
@@ -238,7 +239,7 @@ def test_rope_scaling_overrides_rope_parameters():
         ("vllm", "vanilla", TargetFacts(embedding_scale=5.7, known=True), "raw embedding rows"),
         ("vllm", "vanilla", TargetFacts(logit_softcapping=30.0, known=True), "soft-cap"),
         ("vllm", "vanilla", TargetFacts(logit_scale=0.5, known=True), "does not scale"),
-        ("vllm", "dflash", TargetFacts(logit_softcapping=30.0, known=True), None),
+        ("vllm", "dflash_bonus", TargetFacts(logit_softcapping=30.0, known=True), None),
         ("sglang", "vanilla", TargetFacts(embedding_scale=3.0, embedding_multiplier=3.0, known=True), "multiplier"),
         ("sglang", "vanilla", TargetFacts(embedding_scale=5.7, known=True), None),
         ("sglang", "vanilla", TargetFacts(logit_softcapping=30.0, known=True), "caps nor scales"),
@@ -247,7 +248,8 @@ def test_rope_scaling_overrides_rope_parameters():
     ],
 )
 def test_targets_that_scale(engine, case, target, message):
-    reason = ENGINES[engine].refuses(Serving(cached_draft(case).config, "deepspec", torch.float32, target))
+    layout = "zlab" if case == "dflash_bonus" else "deepspec"
+    reason = ENGINES[engine].refuses(Serving(cached_draft(case).config, layout, torch.float32, target))
     assert (reason is None) if message is None else (message in (reason or ""))
 
 

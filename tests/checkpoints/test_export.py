@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from modelopt_spec.checkpoints import export as export_module
-from modelopt_spec.checkpoints.compare import StandIn, compare_block, rebuild
+from modelopt_spec.checkpoints.compare import StandIn, compare_block, draft_block, rebuild
 from modelopt_spec.checkpoints.export import export
+from modelopt_spec.checkpoints.files import digest
 from modelopt_spec.checkpoints.importing import load_drafter, read_draft
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.drafts import CASES, converted, draft_of
+from tests.checkpoints.test_gguf import tokenizer_file
 from tests.tiny import tiny
 
 
@@ -21,7 +23,8 @@ def files(directory):
 @pytest.mark.parametrize("case", CASES)
 def test_export_and_load_are_inverse(tmp_path, case):
     model = converted(case)
-    report = export(model, tmp_path / "a", quiet=True)
+    layout = "deepspec" if case == "dflash" else None
+    report = export(model, tmp_path / "a", layout=layout, quiet=True)
     assert report.worst_difference < 1e-5
     assert all(c.same_tokens for c in report.comparisons)
     card = json.loads((tmp_path / "a" / "drafter_card.json").read_text())
@@ -31,8 +34,36 @@ def test_export_and_load_are_inverse(tmp_path, case):
     ours, theirs = model.drafter.state_dict(), other.drafter.state_dict()
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    export(other, tmp_path / "b", quiet=True)
+    export(other, tmp_path / "b", layout=layout, quiet=True)
     assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_headless_anchor_first_drafts_get_a_head_of_zeros(tmp_path):
+    """It drafts the same, and every engine serves it."""
+    model = converted("dflash")
+    report = export(model, tmp_path / "out", engines=["vllm", "sglang", "llama.cpp", "tensorrt_llm"], quiet=True)
+    assert any("head of zeros" in note for note in report.notes)
+    other = load_drafter(tmp_path / "out", tiny("llama"), quiet=True)
+    assert other.drafter.config.head.type == "vanilla"
+    stand_in = StandIn(32, 97)
+    taps = torch.randn(9, 96, generator=torch.Generator().manual_seed(0))
+    blocks = [draft_block(m.drafter, taps, 3, stand_in.embed, stand_in.logits) for m in (model, other)]
+    assert torch.equal(blocks[0].logits, blocks[1].logits)
+    assert blocks[0].tokens == blocks[1].tokens
+    with pytest.raises(UnsupportedError, match="head of zeros"):
+        export(model, tmp_path / "plain", engines=["vllm"], layout="deepspec", quiet=True)
+
+
+def test_a_confidence_head_without_a_correction_head_gets_one_of_zeros_too(tmp_path):
+    """Its columns for the token's embedding are zeros: the confidences stay."""
+    model = converted("dflash_bonus", confidence={"enabled": True, "with_markov": False})
+    export(model, tmp_path / "out", engines=["vllm", "sglang", "llama.cpp"], quiet=True)
+    other = load_drafter(tmp_path / "out", tiny("llama"), quiet=True)
+    stand_in = StandIn(32, 97)
+    taps = torch.randn(9, 96, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (draft_block(m.drafter, taps, 3, stand_in.embed, stand_in.logits) for m in (model, other))
+    assert torch.allclose(ours.confidence, theirs.confidence, atol=1e-6)
+    assert ours.confidence.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -117,6 +148,18 @@ def test_no_drafter_and_no_mask(tmp_path):
     with pytest.raises(CheckpointError, match="mask_token_id"):
         export(converted(mask_token_id=None), tmp_path / "out", quiet=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gguf_file_is_written_along(tmp_path):
+    pytest.importorskip("gguf")
+    target = tokenizer_file(tmp_path / "target.gguf", 97)
+    report = export(converted(), tmp_path / "out", gguf=target, quiet=True)
+    assert "draft.gguf" in report.files
+    card = json.loads((tmp_path / "out" / "drafter_card.json").read_text())
+    assert card["files"]["draft.gguf"] == digest(tmp_path / "out" / "draft.gguf")
+    with pytest.raises(UnsupportedError, match="rnn"):
+        export(converted("rnn"), tmp_path / "rnn", gguf=target, quiet=True)
+    assert not (tmp_path / "rnn").exists()
 
 
 def test_engines_refuse_before_anything_is_written(tmp_path):

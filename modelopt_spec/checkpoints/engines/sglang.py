@@ -49,8 +49,8 @@ class SGLang(Engine):
             return "it has no reduced vocabulary; train with draft_vocab_size null, or serve with vLLM or llama.cpp"
         if serving.layout in ("deepspec", "nemotron") and config.head.type == "none":
             return (
-                "DSPARK needs markov_rank > 0 and DFLASH reads bonus-anchor blocks. Train with layout bonus_anchor, or "
-                "with a vanilla head of a small rank"
+                "DSPARK needs markov_rank > 0 and DFLASH reads bonus-anchor blocks; export without naming a "
+                "layout writes a head of zeros"
             )
         if target.embedding_multiplier != 1.0:
             return (

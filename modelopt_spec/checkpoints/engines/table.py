@@ -20,7 +20,11 @@ __all__ = ["KINDS", "example", "markdown", "print_support_table", "support_table
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DFlash, bonus anchor (z-lab)": ("dflash", {"layout": "bonus_anchor"}),
-    "DFlash, anchor first (DeepSpec)": ("dflash", {}),
+    "DFlash, anchor first (markov_rank 0)": ("dflash", {}),
+    "DFlash, anchor first, written with a head of zeros": (
+        "dspark",
+        {"head": {"type": "vanilla", "rank": 16}, "confidence": {"enabled": False}},
+    ),
     "DSpark vanilla": ("dspark", {"head": {"type": "vanilla", "rank": 6}}),
     "DSpark vanilla, bonus anchor": ("dspark", {"head": {"type": "vanilla", "rank": 6}, "layout": "bonus_anchor"}),
     "DSpark gated": ("dspark", {"head": {"type": "gated", "rank": 6}}),

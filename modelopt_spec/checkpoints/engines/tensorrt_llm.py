@@ -42,7 +42,7 @@ class TensorRTLLM(Engine):
         if config.draft_vocab_size is not None:
             return "a reduced vocabulary is not known to work; train with draft_vocab_size null, or serve with vLLM"
         if config.head.type == "none" and (is_anchor_first(config) or serving.layout == "deepspec"):
-            return "its DSpark drafter needs a Markov head; train with layout bonus_anchor and serve as DFlash"
+            return "its DSpark drafter needs a Markov head; export without naming a layout writes a head of zeros"
         if config.head.type == "vanilla" and not is_anchor_first(config):
             return "its DSpark drafter drafts from the anchor; train with layout anchor_first"
         if config.backbone.attention_sink:

@@ -41,8 +41,13 @@ class VLLM(Engine):
         config, target = serving.config, serving.target
         if reason:
             return reason
-        if serving.layout == "zlab" and is_anchor_first(config):
-            return "its DFlash draft rejects sample_from_anchor; write layout 'deepspec' (markov_rank 0)"
+        if config.head.type == "none" and is_anchor_first(config):
+            return (
+                "its CPU build dies of markov_rank 0, and its DFlash draft rejects sample_from_anchor; export without "
+                "naming a layout writes a head of zeros"
+            )
+        if config.head.type == "none" and not self.is_dflash(config, serving.layout):
+            return "its CPU build dies of markov_rank 0; write layout 'zlab' or 'speculators'"
         if serving.layout == "zlab" and config.confidence.enabled:
             return "its DFlash draft has no confidence head; write layout 'deepspec'"
         if target.embedding_scale != 1.0:
@@ -61,9 +66,7 @@ class VLLM(Engine):
 
     def launch(self, config: DrafterConfig, layout: str, target: str, draft: str) -> str:
         """``vllm serve`` with the method and the draft length spelled out."""
-        dflash = layout == "zlab" or (
-            layout == "speculators" and config.head.type == "none" and not is_anchor_first(config)
-        )
+        dflash = self.is_dflash(config, layout)
         settings = {
             "method": "dflash" if dflash else "dspark",
             "model": draft,
@@ -71,6 +74,12 @@ class VLLM(Engine):
         }
         prefix = "" if dflash else "VLLM_USE_V2_MODEL_RUNNER=1 "
         return f"{prefix}vllm serve {target} --speculative-config '{json.dumps(settings)}'"
+
+    @staticmethod
+    def is_dflash(config: DrafterConfig, layout: str) -> bool:
+        """Whether it runs under the ``dflash`` method."""
+        headless = config.head.type == "none" and not config.confidence.enabled
+        return layout == "zlab" or (layout == "speculators" and headless and not is_anchor_first(config))
 
     def notes(self, serving: Serving) -> list[str]:
         """The draft length is not validated."""
@@ -193,6 +202,8 @@ class VLLM(Engine):
         if any(name in ("markov_w1", "markov_w2") for name in names):
             view.fails["head"] = "head tensors must be called markov_head.*"
         view.does["head"] = "vanilla" if rank else "none"
+        if rank == 0:
+            view.fails["head rank"] = "its CPU build dies of markov_rank 0"
         view.does["head rank"] = rank or 0
         view.does["anchor layout"] = "anchor_first" if keys.get("sample_from_anchor", True) else "bonus_anchor"
         view.does["block size"] = keys.get("block_size", keys.get("dspark_block_size"))
