@@ -69,13 +69,14 @@ def _expert_defaults(backbone: BackboneConfig, shape: TargetShape) -> dict[str, 
     moe = backbone.moe
     experts = (moe.num_experts if moe else None) or 8
     active = min(2, experts)
+    chosen = (moe.experts_per_token if moe else None) or active
     shared = moe.num_shared_experts if moe else 0
     defaults: dict[str, Any] = {
         "num_experts": experts,
         "experts_per_token": active,
         "intermediate_size": max(1, (backbone.intermediate_size or shape.intermediate_size) // (active + shared)),
         "scoring": "sqrtsoftplus",
-        "normalize_weights": True,
+        "normalize_weights": chosen > 1,
         "routed_scaling_factor": 1.0,
     }
     return {**defaults, "swiglu_limit": 10.0} if backbone.type == "moe_mhc" else defaults
