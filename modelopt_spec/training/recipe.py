@@ -42,6 +42,9 @@ RUN_KEYS = ("mode", "init_from", "freeze")
 """Keys of the drafter section that are not the drafter's own config."""
 
 
+STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
+
+
 class Metadata(SpecConfig):
     """What a recipe is and where its numbers come from."""
 
@@ -86,6 +89,9 @@ class TrainingSection(SpecConfig):
                     f"training has no field {key!r} (value {data[key]!r}).{nearest(key, known)} Fields are those of "
                     f"transformers.TrainingArguments and {', '.join(cls.model_fields)}"
                 )
+        if isinstance(data, dict):
+            # YAML reads an unquoted `no` as false, which none of the strategies knows.
+            data = {key: "no" if value is False and key in STRATEGIES else value for key, value in data.items()}
         return data
 
     def arguments(self) -> dict[str, Any]:

@@ -51,6 +51,11 @@ def test_overrides_have_types(tmp_path: Path) -> None:
     assert recipe.loss.decay is None
 
 
+def test_a_strategy_of_no_is_the_word() -> None:
+    recipe = load_recipe("dspark/smollm2_135m", ["training.save_strategy=no", "training.eval_strategy=no"])
+    assert recipe.training.arguments()["save_strategy"] == recipe.training.arguments()["eval_strategy"] == "no"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
