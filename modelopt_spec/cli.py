@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from modelopt_spec.errors import SpecError
+from modelopt_spec import cli_run
 from modelopt_spec.versions import __version__
 
 app = typer.Typer(
     name="mtsp",
-    help="Speculative-decoding drafters: train, evaluate, calibrate and export to the engines that serve them.",
+    cls=cli_run.CommandPath,
+    help="Drafters for speculative decoding: train, measure, calibrate, export, serve.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 console = Console()
-_DEBUG = {"on": False}
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No tables and no progress bars.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file ('-' for stdout).")]
@@ -59,7 +59,7 @@ def print_table(title: str, columns: list[str], rows: list[list[Any]], *, quiet:
         return
     table = Table(*columns, title=title, title_justify="left", show_edge=False)
     for row in rows:
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else escape(str(cell)) for cell in row))
     console.print(table)
 
 
@@ -73,10 +73,9 @@ def device_of(device: str | None) -> str:
 @app.callback(invoke_without_command=True)
 def main_options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors; anywhere on the line.")] = False,
 ) -> None:
     """Options of all commands."""
-    _DEBUG["on"] = debug
     if version:
         typer.echo(f"modelopt-spec {__version__}")
         raise typer.Exit
@@ -132,21 +131,21 @@ def heads(json_path: Json = None) -> None:
     emit(dict(rows), json_path)
 
 
-def main() -> None:
-    """Entry point: user mistakes are one line on standard error and exit status 2."""
+def application() -> typer.Typer:
+    """The app with all its commands."""
     from modelopt_spec import cli_commands
 
-    cli_commands.register(app)
-    try:
-        app(standalone_mode=True)
-    except SpecError as error:
-        if _DEBUG["on"] or os.environ.get("MTSP_DEBUG"):
-            raise
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if not any(command.callback is cli_commands.evaluate for command in app.registered_commands):
+        cli_commands.register(app)
+    return app
+
+
+def main() -> None:
+    """Entry point: user mistakes are one line on standard error and exit status 2."""
+    arguments, debug = cli_run.take_debug(sys.argv[1:])
+    cli_run.fit_to_pipe(console, arguments)
+    sys.exit(cli_run.run(application(), arguments, debug=debug))
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("modelopt_spec.cli").main()

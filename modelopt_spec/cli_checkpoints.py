@@ -30,7 +30,10 @@ def export(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Write a draft that engines load, and prove that it reads back the same."""
+    """Write a draft that engines load.
+
+    A second reader must compute the same blocks from the files before they appear.
+    """
     report = call(
         "checkpoints.export:export",
         checkpoint,
@@ -62,7 +65,10 @@ def check(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Prove that what was trained is what will be served; exit status 1 on any disagreement."""
+    """Prove that what was trained is what will be served.
+
+    Exit status 1 on any disagreement.
+    """
     name = target or call("checkpoints.opening:recorded_target", directory)
     model = call("targets.load:load_target", name) if name else None
     tokenizer = call("targets.load:load_tokenizer", name) if name else None
@@ -90,7 +96,10 @@ def import_draft(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Turn a published draft into a checkpoint that trains on, evaluates and exports."""
+    """Turn a published draft into a checkpoint.
+
+    The checkpoint trains on, evaluates and exports as if it had been trained here.
+    """
     account = call(
         "checkpoints.importing:import_checkpoint",
         source,

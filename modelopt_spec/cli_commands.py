@@ -41,7 +41,7 @@ def generate(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Generate one answer: the target's own tokens, with the drafter's help."""
+    """Answer one prompt: the target's own tokens, drafted."""
     model, tokenizer = _open(checkpoint, target, dtype, device)
     result = call(
         "decoding.answer:answer",
@@ -85,7 +85,7 @@ def evaluate(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Measure accepted length in real rounds, on prompts that were not trained on."""
+    """Measure accepted length in real rounds on held-out prompts."""
     options = {
         "num_draft_tokens": num_draft_tokens,
         "max_new_tokens": max_new_tokens,
@@ -128,7 +128,10 @@ def compare(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Train recipes on the same data, seeds and steps and put them side by side; a stopped one goes on."""
+    """Train recipes on the same data and put them side by side.
+
+    Each is trained with each seed and evaluated on the same prompts; a stopped comparison goes on.
+    """
     result = call(
         "training.comparison:compare_recipes",
         recipes,
@@ -178,7 +181,7 @@ def calibrate(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Calibrate the confidence head on real rounds of held-out prompts."""
+    """Calibrate the confidence head on held-out prompts."""
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(
         "scheduling.api:calibrate",
@@ -230,7 +233,7 @@ def profile(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Measure this machine's verification step time and write it as a cost table."""
+    """Measure step times of this machine: the cost table."""
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(
         "scheduling.api:profile",
@@ -281,7 +284,10 @@ def simulate(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Simulate a serving engine: throughput against speed per user for each verification policy."""
+    """Simulate serving under load with each policy.
+
+    Prints throughput against speed per user for each verification policy.
+    """
     options: dict[str, Any] = {"policies": tuple(policy)} if policy else {}
     report = call(
         "scheduling.api:simulate",

@@ -29,7 +29,10 @@ def plan(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Compute a run's parameters, FLOPs, memory, cache and hours before it starts."""
+    """Compute what a run will cost before it starts.
+
+    Parameters, FLOPs, memory, cache and hours; with ``--report`` a forecast of tau.
+    """
     quiet = quiet or str(json_path) == "-"
     found = call(
         "training.plan:plan",
