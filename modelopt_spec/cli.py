@@ -64,10 +64,20 @@ def print_table(title: str, columns: list[str], rows: list[list[Any]], *, quiet:
 
 
 def device_of(device: str | None) -> str:
-    """The device asked for, else the first GPU, else the CPU."""
+    """The device asked for, else the first GPU, else the CPU; an error where it is not there."""
     import torch
 
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    from modelopt_spec.errors import ConfigError
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ConfigError(f"--device is {device!r}: give cpu, cuda, cuda:1 ... or another torch device") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device is {device!r} but torch sees no GPU here: use cpu, or install torch's CUDA build")
+    return device
 
 
 @app.callback(invoke_without_command=True)

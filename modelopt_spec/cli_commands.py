@@ -137,7 +137,7 @@ def compare(
         recipes,
         out,
         prompts,
-        seeds=[int(seed) for seed in seeds.split(",")],
+        seeds=_numbers(seeds, "--seeds"),
         overrides=settings or [],
         limit=limit,
         max_new_tokens=max_new_tokens,

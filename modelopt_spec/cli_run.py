@@ -64,6 +64,8 @@ def take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 def fit_to_pipe(console: Console, arguments: Sequence[str]) -> None:
     """Give tables their full width where output is piped, and leave standard output to JSON where ``--json -`` asks."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     if any(pair == ("--json", "-") for pair in itertools.pairwise(arguments)) or "--json=-" in arguments:
@@ -90,6 +92,9 @@ def run(application: Callable[..., Any], arguments: Sequence[str], *, debug: boo
     except _USAGE as error:
         if debug:
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(str(error))
+            return USER_MISTAKE
         return _complain(_usage(error))
     except typer.Abort:
         return INTERRUPTED

@@ -10,7 +10,7 @@ from torch import nn
 from modelopt_spec.data.chat import render_prompt
 from modelopt_spec.decoding.generate import generate
 from modelopt_spec.decoding.measure import end_tokens
-from modelopt_spec.errors import DataError
+from modelopt_spec.errors import ConfigError, DataError
 
 __all__ = ["answer"]
 
@@ -53,6 +53,8 @@ def answer(
     """
     if not prompt:
         raise DataError("the prompt is empty: there is nothing to answer")
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}: it must be 0 (greedy) or a positive number")
     if raw:
         ids = list(tokenizer(prompt)["input_ids"])
     else:

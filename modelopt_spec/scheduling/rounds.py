@@ -109,7 +109,7 @@ def read_rounds(path: str | Path) -> RoundTable:
     """Read a JSON-lines round file; DataError names the line and field that is wrong."""
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"rounds file {path} does not exist: write it with the evaluation's record option")
+        raise DataError(f"rounds file {path} does not exist: write it with `mtsp evaluate --rounds FILE`")
     records: list[dict[str, Any]] = []
     header: dict[str, Any] | None = None
     with path.open(encoding="utf-8") as stream:

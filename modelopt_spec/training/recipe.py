@@ -14,6 +14,7 @@ from modelopt.torch.opt.config_loader import load_config
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field, model_validator
 from transformers import TrainingArguments
+from yaml import YAMLError
 
 from modelopt_spec.config import LossConfig, SpecConfig
 from modelopt_spec.conversion import MODES
@@ -197,6 +198,13 @@ def builtin_recipes() -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml")))
 
 
+def _one_line(error: YAMLError) -> str:
+    """What is wrong and where, without the excerpt."""
+    mark = getattr(error, "problem_mark", None)
+    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f"{getattr(error, 'problem', None) or error}{where}"
+
+
 def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Load a recipe by built-in name or file path and apply ``key.path=value`` overrides.
 
@@ -212,12 +220,19 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
             f"recipe {str(recipe)!r} is neither a file nor a built-in recipe.{nearest(str(recipe), names)} "
             f"Built-in: {', '.join(names)}"
         )
-    data = load_config(chosen)
+    try:
+        data = load_config(chosen)
+    except YAMLError as error:
+        raise ConfigError(f"recipe {chosen} is not valid YAML: {_one_line(error)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"recipe {chosen} is not a mapping of sections ({', '.join(Recipe.model_fields)})")
     for entry in overrides:
         if "=" not in entry or entry.startswith("="):
             raise ConfigError(f"override {entry!r} is not of the form key.path=value")
+        try:
+            OmegaConf.from_dotlist([entry])
+        except YAMLError as error:
+            raise ConfigError(f"override {entry!r} has a value that is not valid YAML: {_one_line(error)}") from None
     merged = OmegaConf.merge(OmegaConf.create(data), OmegaConf.from_dotlist(list(overrides)))
     values = OmegaConf.to_container(merged, resolve=True)
     assert isinstance(values, dict)
