@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modelopt_spec import cli_checkpoints, cli_data, cli_plan
+from modelopt_spec import cli_checkpoints, cli_data, cli_plan, cli_report
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
 from modelopt_spec.errors import ConfigError
 
@@ -324,7 +324,7 @@ def _numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[A
 def register(app: typer.Typer) -> None:
     """Add the commands to the application, in the order of the path."""
     measuring: list[Callable[..., None]] = [evaluate, compare, generate, calibrate, profile, simulate]
-    commands: list[Callable[..., None]] = [*measuring, *cli_checkpoints.COMMANDS, cli_plan.plan]
+    commands: list[Callable[..., None]] = [*measuring, *cli_checkpoints.COMMANDS, cli_plan.plan, cli_report.report]
     for command in commands:
         app.command()(command)
     app.add_typer(cli_data.app, name="data")

@@ -95,7 +95,7 @@ def run(application: Callable[..., Any], arguments: Sequence[str], *, debug: boo
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(str(error))
             return USER_MISTAKE
-        return _complain(_usage(error))
+        return _complain(_usage(error, arguments))
     except typer.Abort:
         return INTERRUPTED
     except KeyboardInterrupt:
@@ -111,11 +111,15 @@ def run(application: Callable[..., Any], arguments: Sequence[str], *, debug: boo
     return status if isinstance(status, int) else 0
 
 
-def _usage(error: Any) -> str:
+def _usage(error: Any, arguments: Sequence[str]) -> str:
     """One line for a command line that does not parse: what is wrong, and where the options are explained."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "mtsp"
     message = error.format_message().rstrip(".")
+    names = getattr(getattr(error, "param", None), "opts", ())
+    given = [value for name, value in itertools.pairwise(arguments) if name in names]
+    if given and given[-1] not in message:
+        message += f" (got {given[-1]!r})"
     return f"{message} ({command} --help lists what there is)" if message else f"{command} --help lists what there is"
 
 

@@ -1,0 +1,28 @@
+"""`mtsp report`: one page of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modelopt_spec.cli import Json, Quiet, call, emit
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of `mtsp train`, with the results written beside it.")],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default: report.html in the run.")] = None,
+    include: Annotated[list[Path] | None, typer.Option("--include", help="Result file from elsewhere.")] = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Write one HTML page of a run that opens without a network.
+
+    Shows whatever the directory holds: training curves, evaluations, calibration, step times, simulated throughput,
+    comparisons, exports, and where all of it came from.
+    """
+    result = call("reports.page:write_report", run_dir, out, more=include or [])
+    if not quiet and str(json_path) != "-":
+        typer.echo(f"{result['file']}: {', '.join(result['sections'])}")
+    emit(result, json_path)

@@ -1,0 +1,388 @@
+"""One HTML page of a run that opens without a network: figures inside, no script, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import yaml
+
+from modelopt_spec.reports import comparison, evaluation, scheduling, training
+from modelopt_spec.reports.run import Found, RunFiles, collect
+from modelopt_spec.versions import versions
+
+__all__ = ["render", "write_report"]
+
+STYLE = """
+:root { color-scheme: light; --line: #d9dee5; --soft: #5b6672; --accent: #1f6fb4; }
+* { box-sizing: border-box; }
+body { margin: 0; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
+       color: #1d2329; background: #f4f6f8; }
+main { max-width: 1080px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 26px; margin: 8px 0 2px; }
+h2 { font-size: 19px; margin: 0 0 10px; }
+h3 { font-size: 15px; margin: 18px 0 6px; }
+p.sub { margin: 0 0 18px; color: var(--soft); overflow-wrap: anywhere; }
+section { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: 18px 20px; margin: 16px 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.tile { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
+.tile b { display: block; font-size: 24px; line-height: 1.2; } .tile span { color: var(--soft); font-size: 13px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+td.n, th.n { text-align: right; }
+th { font-weight: 600; color: var(--soft); }
+img { max-width: 100%; height: auto; display: block; margin: 10px auto; }
+pre { background: #f4f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; font-size: 12.5px; }
+code { font-size: 13px; overflow-wrap: anywhere; }
+.warn { border-left: 4px solid #c8811a; background: #fdf6ea; padding: 8px 12px; margin: 10px 0; }
+.bad { border-left-color: #b3372f; background: #fbecea; }
+details summary { cursor: pointer; color: var(--accent); margin-top: 10px; }
+footer { color: var(--soft); font-size: 13px; }
+@media print { body { background: #fff; } section, .tile { break-inside: avoid; } }
+""".strip()
+
+
+def write_report(
+    directory: str | Path, out: str | Path | None = None, *, more: Sequence[str | Path] = ()
+) -> dict[str, Any]:
+    """Write the page of a run.
+
+    Args:
+        directory: the run. out: file to write; default ``report.html`` in the run. more: further result files.
+
+    Returns:
+        ``file``, ``sections`` (names, in order) and ``sources`` (path and sha256 of each file that is shown).
+
+    Raises:
+        CheckpointError: nothing of this package is in the directory.
+    """
+    run = collect(directory, more)
+    destination = Path(out) if out is not None else run.directory / "report.html"
+    text, sections = _page(run)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(destination)
+    sources = [{"path": str(found.path), "sha256": found.sha256} for found in run.files]
+    return {"kind": "mtsp.report", "file": str(destination), "sections": sections, "sources": sources}
+
+
+def render(run: RunFiles) -> str:
+    """The page's text."""
+    return _page(run)[0]
+
+
+def _page(run: RunFiles) -> tuple[str, list[str]]:
+    """The page and the ids of its sections."""
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "mtsp"}):
+        parts = [(name, part) for name, make in SECTIONS.items() for part in [make(run)] if part]
+    body = "\n".join(f'<section id="{name}">\n{part}\n</section>' for name, part in parts)
+    title, subtitle = _title(run)
+    damaged = "".join(
+        _note(f"{path} cannot be read and is left out: {reason}", bad=True) for path, reason in run.unreadable
+    )
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="modelopt-spec {escape(versions()["modelopt_spec"])}">
+<title>{escape(title)}</title>
+<style>
+{STYLE}
+</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+<p class="sub">{escape(subtitle)}</p>
+{_tiles(run)}
+{damaged}{body}
+<footer>Made by <code>mtsp report</code> from the files listed under Provenance; nothing was measured again.</footer>
+</main>
+</body>
+</html>
+"""
+    return page, [name for name, _ in parts]
+
+
+def _title(run: RunFiles) -> tuple[str, str]:
+    found = run.of("training") or run.of("card") or run.files
+    recipe = found[0].content.get("recipe") or {}
+    name = (recipe.get("metadata") or {}).get("name") or run.directory.name
+    target = (recipe.get("model") or {}).get("name_or_path") or found[0].content.get("model") or ""
+    described = (recipe.get("metadata") or {}).get("description") or ""
+    return f"{name}", " · ".join(
+        part for part in (described, f"target {target}" if target else "", str(run.directory)) if part
+    )
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def _tiles(run: RunFiles) -> str:
+    """The numbers that somebody looks for first."""
+    tiles: list[tuple[str, str]] = []
+    for found in run.of("evaluation")[:1]:
+        result = found.content["results"][0]
+        pooled, bounds = result["pooled"], result["pooled"]["tau_interval"]
+        span = f", 95% {bounds[0]:.2f} to {bounds[1]:.2f}" if bounds else ""
+        if pooled["tau"] is not None:
+            where = f"accepted length, held-out prompts, temperature {result['temperature']:g}{span}"
+            tiles.append((f"{pooled['tau']:.3f}", where))
+        baseline = found.content["baseline"]
+        if baseline is not None:
+            tiles.append((f"{baseline['speedup']:.2f}×", "this package's decoding against plain generate"))
+    for found in run.of("training")[:1]:
+        report = found.content
+        last: Mapping[str, Any] = next((entry for entry in reversed(report["curves"]) if "loss" in entry), {})
+        if "tau" in last:
+            tiles.append((f"{last['tau']:.3f}", "accepted length on training rows, last log"))
+        tiles.append((f"{report['steps']:,}", f"optimizer steps in {_duration(report['seconds'])}"))
+        tiles.append((_count(report["trainable_parameters"]), "trainable parameters"))
+    for found in run.of("calibration")[:1]:
+        judged = found.content["held_out"] or found.content["fit"]
+        mean = judged["mean_ece"]
+        tiles.append((f"{mean['after']:.3f}", f"calibration error of survival, {mean['before']:.3f} before"))
+    inner = "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
+    return f'<div class="tiles">{inner}</div>' if tiles else ""
+
+
+# ---- sections -------------------------------------------------------------------------------------------------------
+
+
+def _training(run: RunFiles) -> str:
+    parts = []
+    for found in run.of("training"):
+        report = found.content
+        parts.append(_heading("Training", found, run))
+        if report.get("stopped_by"):
+            parts.append(_note(f"stopped by {report['stopped_by']} after step {report['steps']}"))
+        if report["curves"]:
+            parts.append(_figure("training curves", training.draw_training, report))
+        without = report.get("rows_without_supervision")
+        data = report["data"]["train"]
+        parts.append(
+            _table(
+                ["rows", "tokens", "supervised", "rows without a taught slot", "rows a step", "device", "ranks"],
+                [
+                    [
+                        f"{data['samples']:,}",
+                        f"{data['tokens']:,}",
+                        f"{data['supervised_tokens']:,}",
+                        _text(without),
+                        _text(report.get("rows_per_step")),
+                        report["device"],
+                        report["world_size"],
+                    ]
+                ],
+            )
+        )
+    return "\n".join(parts)
+
+
+def _evaluation(run: RunFiles) -> str:
+    parts = []
+    for found in run.of("evaluation"):
+        report = found.content
+        parts.append(_heading("Acceptance in real rounds", found, run))
+        for result in report["results"]:
+            parts.append(f"<h3>temperature {result['temperature']:g}, {report['num_draft_tokens']} draft tokens</h3>")
+            parts.append(_acceptance(report, result))
+        parts.append(_figure("acceptance by slot", evaluation.draw_evaluation, report))
+        control, baseline = report["control"], report["baseline"]
+        if control is not None:
+            text = (
+                f"Control: with shuffled target features tau is {control['tau']:.3f}, with the right ones "
+                f"{control['tau_same_prompts']:.3f} on the same prompts."
+            )
+            parts.append(f"<p>{text}</p>" if control["falls"] else _note(text + " It does not fall.", bad=True))
+        if baseline is not None:
+            parts.append(
+                f"<p>Speed: {baseline['speculative_tokens_per_second']:.1f} tokens/s against "
+                f"{baseline['tokens_per_second']:.1f} of plain generate on {baseline['prompts']} prompts.</p>"
+            )
+        parts.extend(_note(str(text)) for text in report["warnings"])
+    return "\n".join(parts)
+
+
+def _acceptance(report: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    count = report["num_draft_tokens"]
+    head = ["prompts", "answers", "rounds", "tau", "95%", *(f"slot {k}" for k in range(count)), "looping"]
+    rows = []
+    for name, values in [*result["files"].items(), ("all", result["pooled"])]:
+        bounds = values["tau_interval"]
+        rows.append(
+            [
+                name,
+                values["answers"],
+                values["rounds"],
+                "-" if values["tau"] is None else f"{values['tau']:.3f}",
+                "" if bounds is None else f"{bounds[0]:.2f} to {bounds[1]:.2f}",
+                *("-" if share is None else f"{share:.0%}" for share in values["conditional_acceptance"]),
+                f"{values['looping_share']:.0%}",
+            ]
+        )
+    return _table(head, rows if len(result["files"]) > 1 else rows[:1])
+
+
+def _calibration(run: RunFiles) -> str:
+    parts = []
+    for found in run.of("calibration"):
+        parts.append(_heading("Reliability of the confidence head", found, run))
+        parts.append(_figure("reliability of each slot", scheduling.reliability_figure, found.content))
+        parts.append(_figure("calibration error of each slot", scheduling.ece_figure, found.content))
+        parts.append(_markdown(scheduling.calibration_table(found.content)))
+    return "\n".join(parts)
+
+
+def _serving(run: RunFiles) -> str:
+    parts = []
+    for found in run.of("profile"):
+        parts.append(_heading("Step times of this machine", found, run))
+        parts.append(_figure("step time over batch tokens", scheduling.cost_figure, found.content))
+    for found in run.of("simulation"):
+        parts.append(_heading("Throughput", found, run))
+        parts.append(_figure("throughput against speed of a user", scheduling.throughput_figure, found.content))
+        parts.append(_markdown(scheduling.simulation_table(found.content)))
+    return "\n".join(parts)
+
+
+def _comparison(run: RunFiles) -> str:
+    parts = []
+    for found in run.of("comparison"):
+        parts.append(_heading("Comparison", found, run))
+        if "entries" in found.content:
+            parts.append(_figure("curves and acceptance of each entry", comparison.draw_comparison, found.content))
+            head = ["", "tau", "by seed", "95%", "head µs a token", "multiply-adds", "state"]
+            rows = comparison.comparison_rows(found.content)
+            parts.append(_table(head, [[f"{c:.3f}" if isinstance(c, float) else c for c in row] for row in rows]))
+        else:
+            parts.append(_figure("paired differences", evaluation.draw_evaluation, found.content))
+    return "\n".join(parts)
+
+
+def _export(run: RunFiles) -> str:
+    parts = []
+    for found in run.of("card"):
+        card = found.content
+        parts.append(_heading("Exported draft", found, run))
+        engines = card.get("engines") or {}
+        rows = [
+            [name, value if isinstance(value, str) else yaml.safe_dump(value).strip()]
+            for name, value in engines.items()
+        ]
+        parts.append(_table(["what", "value"], [["layout", card.get("layout")], ["type", card.get("dtype")], *rows]))
+    return "\n".join(parts)
+
+
+def _provenance(run: RunFiles) -> str:
+    parts = ["<h2>Provenance</h2>"]
+    for found in run.of("training")[:1]:
+        report = found.content
+        rows = [[name, value] for name, value in report["versions"].items()]
+        rows += [["seed", report["seed"]], ["data fingerprint", report["data"]["train"]["fingerprint"]]]
+        parts.append(_table(["of the training", "value"], rows))
+        recipe = yaml.safe_dump(report["recipe"], sort_keys=False)
+        parts.append(f"<details><summary>Recipe, complete</summary><pre>{escape(recipe)}</pre></details>")
+    for found in run.of("evaluation"):
+        report = found.content
+        rows = [[name, value] for name, value in report["versions"].items()]
+        rows += [["device", report["device"]], ["dtype", report["dtype"]], ["seed", report["seed"]]]
+        rows += [[f"prompts {item['name']}", item["sha256"]] for item in report["prompts"]["files"]]
+        table = _table(["of the evaluation", "value"], rows)
+        parts.append(f"<details><summary>Evaluation {escape(_relative(found, run))}</summary>{table}</details>")
+    parts.append("<h3>Files</h3>")
+    parts.append(
+        _table(["file", "kind", "sha256"], [[_relative(f, run), f.content["kind"], f.sha256] for f in run.files])
+    )
+    return "\n".join(parts)
+
+
+SECTIONS: dict[str, Callable[[RunFiles], str]] = {
+    "training": _training,
+    "evaluation": _evaluation,
+    "calibration": _calibration,
+    "serving": _serving,
+    "comparison": _comparison,
+    "export": _export,
+    "provenance": _provenance,
+}
+"""Sections in the order of the page; one that has nothing to show is left out."""
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def _heading(text: str, found: Found, run: RunFiles) -> str:
+    return f'<h2>{escape(text)}</h2>\n<p class="sub"><code>{escape(_relative(found, run))}</code></p>'
+
+
+def _relative(found: Found, run: RunFiles) -> str:
+    inside = found.path.is_relative_to(run.directory)
+    return str(found.path.relative_to(run.directory) if inside else found.path)
+
+
+def _figure(alternative: str, draw: Callable[[Any, Path], Any], content: Mapping[str, Any]) -> str:
+    """A figure as an image inside the page."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "figure.svg"
+        draw(content, path)
+        data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{escape(alternative)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; columns that hold numbers stand right."""
+    body = [[_text(cell) for cell in row] for row in rows]
+    numeric = [all(_is_number(row[i]) for row in body) and bool(body) for i in range(len(head))]
+    mark = [' class="n"' if right else "" for right in numeric]
+    lines = ["<tr>" + "".join(f"<th{mark[i]}>{escape(cell)}</th>" for i, cell in enumerate(head)) + "</tr>"]
+    lines += [
+        "<tr>" + "".join(f"<td{mark[i]}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>" for row in body
+    ]
+    return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _markdown(table: str) -> str:
+    """One of the markdown tables of the other reports."""
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    return _table(head, rows)
+
+
+def _note(text: str, *, bad: bool = False) -> str:
+    return f'<div class="warn{" bad" if bad else ""}">{escape(text)}</div>'
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _is_number(text: str) -> bool:
+    cleaned = text.replace(",", "").replace("%", "").replace(" to ", "").strip()
+    if cleaned in ("", "-"):
+        return True
+    try:
+        float(cleaned.replace(" ", ""))
+    except ValueError:
+        return False
+    return True
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

