@@ -23,6 +23,9 @@ def export(
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Type of the written weights.")] = None,
     scheduler: Annotated[Path | None, typer.Option("--scheduler", help="scheduler.json to ship along.")] = None,
+    fold_temperature: Annotated[
+        bool, typer.Option("--fold-temperature", help="Divide the confidence layer by the shared temperature: vLLM.")
+    ] = False,
     gguf: Annotated[
         Path | None, typer.Option("--gguf", help="The target's GGUF file: write draft.gguf for llama.cpp too.")
     ] = None,
@@ -42,6 +45,7 @@ def export(
         layout=layout,
         dtype=dtype,
         scheduler=scheduler,
+        fold_temperature=fold_temperature,
         gguf=gguf,
         overwrite=overwrite,
         quiet=quiet,

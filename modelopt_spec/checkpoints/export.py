@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from modelopt_spec.checkpoints.layouts.base import NO_TARGET, kept_in_float32
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.checkpoints.zero_head import needs_zero_head, with_zero_head
 from modelopt_spec.drafter.drafter import Drafter
-from modelopt_spec.errors import CheckpointError
+from modelopt_spec.errors import CheckpointError, ConfigError
+from modelopt_spec.scheduling.scheduler_file import SCHEDULER_FILE
+from modelopt_spec.scheduling.ship import ship, shippable
 
 __all__ = ["CONTEXTS", "TOLERANCE", "ExportReport", "export", "prove"]
 
@@ -104,6 +106,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     scheduler: str | os.PathLike[str] | None = None,
+    fold_temperature: bool = False,
     gguf: str | os.PathLike[str] | None = None,
     max_shard_bytes: int | None = None,
     quiet: bool = False,
@@ -120,7 +123,10 @@ def export(
             without a head a head of zeros, which engines need.
         dtype: type of the written weights; None keeps theirs.
         overwrite: replace a directory that is not empty.
-        scheduler: a ``scheduler.json`` whose files for the engines are written too.
+        scheduler: a ``scheduler.json`` of this drafter; it and its files for the engines are written too. Default: the
+            one that lies in the checkpoint directory, if any.
+        fold_temperature: divide the confidence layer by the shared temperature of ``scheduler``, for vLLM, which reads
+            no calibration. The files for other engines are made for the divided layer.
         gguf: the target's GGUF file; a ``draft.gguf`` for llama.cpp is written too.
         max_shard_bytes: split the weights into files of about this size; None writes 5 GiB at most a file.
         quiet: do not print the report.
@@ -133,6 +139,16 @@ def export(
     draft, target, provenance, source = _draft_of(model_or_checkpoint)
     facts = TargetFacts.from_card(target)
     wanted = parse_dtype(dtype)
+    parameters = None
+    beside = None if isinstance(model_or_checkpoint, nn.Module) else Path(model_or_checkpoint) / SCHEDULER_FILE
+    if scheduler is None and beside is not None and beside.is_file():
+        scheduler = beside
+    if scheduler is not None:
+        gamma = drafts_of(draft.config)
+        parameters, tensors = shippable(scheduler, draft.tensors, gamma=gamma, fold=fold_temperature)
+        draft = replace(draft, tensors=tensors)
+    elif fold_temperature:
+        raise ConfigError("fold_temperature needs a scheduler file: its shared temperature is what is folded")
     if wanted is not None:
         draft = _cast(draft, wanted)
     _check_mask(draft)
@@ -146,8 +162,18 @@ def export(
         notes = list(plan.notes)
         if zero_head:
             notes.append("written with a head of zeros, which changes nothing: engines build a head in any case")
-        if scheduler is not None:
-            notes += _write_scheduler(Path(scheduler), directory, files, drafts_of(draft.config), str(out))
+        launch = plan.launch(facts.name or "TARGET", str(out))
+        if parameters is not None:
+            shipped = ship(
+                parameters,
+                draft.tensors,
+                directory,
+                launch=launch,
+                target=facts.name or "TARGET",
+                out=str(out),
+                folded=fold_temperature,
+            )
+            files, launch, notes = [*files, *shipped.files], shipped.launch, [*notes, *shipped.notes]
         if gguf is not None:
             files.append(write_gguf(directory, gguf, directory / GGUF_FILE, target=facts).name)
         card = build_card(
@@ -174,7 +200,7 @@ def export(
         files=(*files, CARD),
         parameters=sum(t.numel() for t in draft.tensors.values() if t.is_floating_point()),
         comparisons=comparisons,
-        launch=plan.launch(facts.name or "TARGET", str(path)),
+        launch=launch,
         notes=tuple(notes),
     )
     if not quiet:
@@ -274,14 +300,3 @@ def _preflight(directory: Path, target: nn.Module | None) -> None:
     if not report.ok:
         reasons = "; ".join(f"{fact.name}: {fact.note}" for fact in report.facts if fact.bad)
         raise CheckpointError(f"the preflight of what was written fails, nothing was kept. {reasons}")
-
-
-def _write_scheduler(file: Path, directory: Path, files: list[str], gamma: int, out: str) -> list[str]:
-    """Copy a scheduler file and write the engines' forms of it; returns notes."""
-    from modelopt_spec.scheduling.export import write_engine_files
-    from modelopt_spec.scheduling.scheduler_file import load_scheduler
-
-    written = write_engine_files(directory, load_scheduler(file, gamma=gamma), draft=out)
-    (directory / "scheduler.json").write_bytes(file.read_bytes())
-    files += ["scheduler.json", *sorted(path.name for path in written.files.values())]
-    return list(written.notes)
