@@ -79,7 +79,8 @@ def plan(
         recipe: built-in name, YAML file, or a loaded :class:`Recipe`.
         overrides: ``key.path=value`` strings.
         gpu: a name of :data:`GPUS`.
-        gpus: ranks that train.
+        gpus: how many. With a ``megatron`` section its tensor and pipeline ranks share a model, the rest are
+            data-parallel.
         efficiency: assumed share of the peak that training reaches.
         rows: plan with so many rows that do not exist yet, instead of reading the recipe's data.
         row_tokens: their mean length; three quarters of each row are supervised.
@@ -88,8 +89,8 @@ def plan(
 
     Returns:
         ``target``, ``drafter`` (parameters by part), ``data``, ``steps``, ``flops`` (of a step over all ranks, by part,
-        and of the run), ``memory`` (bytes on each rank, by purpose, and on each host), ``cache``, ``time`` and, with
-        ``report``, ``forecast``.
+        and of the run), ``memory`` (bytes on each rank with its longest rows, by purpose, and on each host), ``cache``,
+        ``time`` and, with ``report``, ``forecast``.
 
     Raises:
         ConfigError: an unknown GPU, or a mistake in the recipe. DataError: the recipe's data cannot be read.
@@ -104,11 +105,11 @@ def plan(
     target = TargetCost.of(model)
     training = _Training(loaded, gpus)
     data = _Data.assumed(loaded, rows, row_tokens) if rows is not None else _Data.read(loaded, quiet=quiet)
-    shape = _micro_batch(data.sample, drafter, loaded, training)
+    shape, peak_shape = _micro_batches(data.sample, drafter, loaded, training)
     steps_per_epoch = max(1, -(-data.rows // training.rows_per_step))
     total = training.max_steps if training.max_steps > 0 else math.ceil(training.epochs * steps_per_epoch)
     flops = _flops(target, drafter, loaded, shape, training, total, total / steps_per_epoch)
-    step_memory = _memory(target, drafter, loaded, shape, training)
+    step_memory = _memory(target, drafter, loaded, peak_shape, training)
     cache = _cache(data, drafter, target, loaded)
     peak, capacity = GPUS[gpu]
     needed = sum(step_memory.values())
@@ -211,9 +212,16 @@ class _Data:
 class _Training:
     """The numbers of a recipe's training section that a plan needs, with transformers' defaults."""
 
-    def __init__(self, recipe: Recipe, ranks: int) -> None:
+    def __init__(self, recipe: Recipe, gpus: int) -> None:
         values = recipe.training.arguments()
-        self.ranks = ranks
+        split = recipe.megatron
+        self.model_ranks = split.tensor * split.pipeline if split is not None else 1
+        if gpus % self.model_ranks:
+            raise ConfigError(
+                f"gpus is {gpus}, but the recipe's megatron section splits the model over {self.model_ranks} ranks: "
+                "give a multiple of it"
+            )
+        self.ranks = gpus // self.model_ranks
         self.batch = int(values.get("per_device_train_batch_size", 8))
         self.accumulation = int(values.get("gradient_accumulation_steps", 1))
         self.max_steps = int(values.get("max_steps", -1))
@@ -271,34 +279,39 @@ def _meta_drafter(model: nn.Module, recipe: Recipe) -> Drafter:
     return drafter
 
 
-def _micro_batch(rows: IndexedRows, drafter: Drafter, recipe: Recipe, training: _Training) -> StepShape:
-    """Mean sizes of a micro-batch, from batches that are drawn and cut as training draws and cuts them."""
+def _micro_batches(
+    rows: IndexedRows, drafter: Drafter, recipe: Recipe, training: _Training
+) -> tuple[StepShape, StepShape]:
+    """Sizes of micro-batches that are drawn and cut as training does: their mean, and that of the longest rows."""
     if drafter.config.mask_token_id is None:
         drafter.config = drafter.config.replace(mask_token_id=0)
     settings = block_settings(drafter, recipe.loss, recipe.training.num_anchors)
-    lengths = rows.lengths() if training.by_length else None
-    order = EpochSampler(len(rows), training.seed, lengths=lengths, group=training.rows_per_step).order()
-    batches = list(order.split(training.batch))
-    full = [batch for batch in batches if len(batch) == training.batch] or batches
-    chosen = full[:: max(1, len(full) // SAMPLE_BATCHES)][: max(1, min(SAMPLE_BATCHES, SAMPLE_ROWS // training.batch))]
-    collate, shapes = Collator(0), []
-    for batch_rows in chosen:
-        batch = collate([rows[int(row)] for row in batch_rows])
+    collate, lengths = Collator(0), rows.lengths()
+
+    def shape_of(numbers: list[int]) -> StepShape:
+        batch = collate([rows[number] for number in numbers])
         segments = batch["segment_ids"]
         valid = valid_anchors(batch["loss_mask"], segments)
         anchors, keep = sample_anchors(valid, settings.num_anchors, row_generators(training.seed, 0, batch["rows"]))
-        positions = batch["position_ids"] if segments is not None else None
         blocks = make_blocks(
             batch["input_ids"],
             batch["loss_mask"],
             anchors,
             keep,
             settings,
-            position_ids=positions,
+            position_ids=batch["position_ids"] if segments is not None else None,
             segment_ids=segments,
         )
-        shapes.append(StepShape.of(batch, blocks))
-    return StepShape.mean(shapes)
+        return StepShape.of(batch, blocks)
+
+    order = EpochSampler(
+        len(rows), training.seed, lengths=lengths if training.by_length else None, group=training.rows_per_step
+    ).order()
+    batches = list(order.split(training.batch))
+    full = [batch for batch in batches if len(batch) == training.batch] or batches
+    chosen = full[:: max(1, len(full) // SAMPLE_BATCHES)][: max(1, min(SAMPLE_BATCHES, SAMPLE_ROWS // training.batch))]
+    longest = sorted(range(len(rows)), key=lambda number: lengths[number])[-training.batch :]
+    return StepShape.mean([shape_of(batch.tolist()) for batch in chosen]), shape_of(longest)
 
 
 def _flops(
@@ -327,7 +340,7 @@ def _memory(
         torch.device("cuda"),
         2 if recipe.loss.base_ce_start else 1,
     )
-    return memory(
+    found = memory(
         drafter,
         target,
         recipe.loss,
@@ -341,6 +354,7 @@ def _memory(
         loss_rows=min(tiling.chunk_rows, math.ceil(shape.supervised)),
         loss_cells=min(tiling.cells, math.ceil(shape.supervised) * (drafter.config.vocab_size or 0)),
     )
+    return {**found, "target": found["target"] / training.model_ranks}
 
 
 def _cache(data: _Data, drafter: Drafter, target: TargetCost, recipe: Recipe) -> dict[str, Any]:

