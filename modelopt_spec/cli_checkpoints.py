@@ -53,6 +53,72 @@ def export(
     emit(report.to_dict(), json_path)
 
 
+def quantize(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of `mtsp train`, or any published draft.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; it appears complete or not at all.")],
+    format: Annotated[str, typer.Option("--format", help="fp8, nvfp4 or int8 (weights only).")],
+    prompts: Annotated[
+        list[Path], typer.Option("--prompts", help="JSONL prompts that accepted length is measured on.")
+    ],
+    calibration: Annotated[
+        list[Path] | None, typer.Option("--calibration", help="JSONL prompts to calibrate on; default: --prompts.")
+    ] = None,
+    target: Annotated[str | None, typer.Option("--target", help="Target model; default: the recorded one.")] = None,
+    engine: EngineNames = None,
+    layout: Annotated[str | None, typer.Option("--layout", help="Published format.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Type of the weights that are not quantised.")] = "bfloat16",
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="Modules that stay; replaces the default list.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")] = 128,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda, ...; default: cuda if there is one.")
+    ] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Quantise a draft on the blocks that it drafts, measure the accepted length before and after, and export it."""
+    model, tokenizer = call("checkpoints.opening:open_checkpoint", checkpoint, target, device=device_of(device))
+    report = call(
+        "checkpoints.quantised_export:quantize",
+        model,
+        tokenizer,
+        out,
+        format=format,
+        prompts=prompts,
+        calibration=calibration,
+        engines=tuple(engine) if engine else None,
+        layout=layout,
+        dtype=dtype,
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        overwrite=overwrite,
+        quiet=quiet,
+        **({"exclude": tuple(exclude)} if exclude else {}),
+    )
+    emit(report, json_path)
+
+
+def distill(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of `mtsp train` with a gated, rnn or vanilla head.")],
+    out: Annotated[Path, typer.Argument(help="Run directory of the new drafter.")],
+    head: Annotated[str, typer.Option("--head", help="The new head: vanilla, gated or rnn.")] = "vanilla",
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps; the backbone is frozen.")] = 300,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override of the recipe, key=value.")] = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Train another head on a drafter's frozen backbone, for an engine that does not serve the one it has."""
+    result = call(
+        "checkpoints.distill:distill", checkpoint, out, head=head, steps=steps, overrides=settings or (), quiet=quiet
+    )
+    if not quiet:
+        console.print(f"{head} head in {result.checkpoint}", highlight=False)
+    emit(result.report, json_path)
+
+
 def engines(quiet: Quiet = False, json_path: Json = None) -> None:
     """Show what each engine serves."""
     table = call("checkpoints.engines.table:support_table")
@@ -120,4 +186,4 @@ def import_draft(
 
 import_draft.__name__ = "import"
 
-COMMANDS: tuple[Callable[..., None], ...] = (export, check, import_draft, engines)
+COMMANDS: tuple[Callable[..., None], ...] = (export, check, import_draft, quantize, distill, engines)

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from modelopt_spec.checkpoints.atomic import atomic_directory, check_free
 from modelopt_spec.checkpoints.card import CARD, build_card
 from modelopt_spec.checkpoints.compare import Comparison
+from modelopt_spec.checkpoints.engines import ENGINES, deepseek_v4
+from modelopt_spec.checkpoints.engines.base import Directory, Serving
 from modelopt_spec.checkpoints.export import _cast as cast_draft
 from modelopt_spec.checkpoints.export import _draft_of as draft_of
 from modelopt_spec.checkpoints.export import prove
@@ -34,6 +36,7 @@ from modelopt_spec.checkpoints.layouts.deepseek_v4 import pack_experts, round_ex
 from modelopt_spec.checkpoints.layouts.deepseek_v4_keys import draft_keys, shape_keys
 from modelopt_spec.checkpoints.safe_read import INDEX_FILE, TensorEntry, read_json, tensor_entries
 from modelopt_spec.checkpoints.store import fingerprint_of
+from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError
 
@@ -56,19 +59,45 @@ class BesideReport:
     """The draft's own files."""
     parameters: int
     comparisons: tuple[Comparison, ...]
+    engines: tuple[str, ...]
+    """Engines that load the directory."""
+    refused: dict[str, str]
+    """Engines that do not, with the reason."""
+    launch: dict[str, str]
+    """How to start each engine with it."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def worst_difference(self) -> float:
+        """Largest relative difference between the drafter and the independent reading of the files."""
+        return max(c.worst for c in self.comparisons)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, for ``--json``."""
+        fields = ("linked", "rewritten", "shards", "engines", "notes")
+        return {
+            "path": str(self.path),
+            **{name: list(getattr(self, name)) for name in fields},
+            "refused": dict(self.refused),
+            "parameters": self.parameters,
+            "worst_difference": self.worst_difference,
+            "launch": dict(self.launch),
+        }
 
     def show(self, console: Console | None = None) -> None:
         """Print what was written."""
         console = console or Console(stderr=True)
-        worst = max(c.worst for c in self.comparisons)
         console.print(
             f"target and draft in {self.path}: {self.parameters:,} draft parameters in {len(self.shards)} file(s)"
         )
         console.print(f"{len(self.linked)} of the target's files linked, {len(self.rewritten)} rewritten without mtp.*")
-        console.print(f"proven: block logits read back from the files differ by {worst:.1e} at most")
+        console.print(f"proven: block logits read back from the files differ by {self.worst_difference:.1e} at most")
+        for name, reason in self.refused.items():
+            console.print(f"{name}: [yellow]no:[/] {reason}", highlight=False)
         for note in self.notes:
-            console.print(f"[yellow]note:[/] {note}")
+            console.print(f"[yellow]note:[/] {note}", highlight=False)
+        for name, line in self.launch.items():
+            console.print(f"[bold]{name}[/]\n{line}", highlight=False, soft_wrap=True)
 
 
 def export_beside_target(
@@ -119,10 +148,11 @@ def export_beside_target(
         _write_index(directory, entries, shards)
         write_json(directory / "config.json", merged_keys(keys, draft.config))
         comparisons = prove(draft, directory)
+        loaded, refused = _engines(draft, directory, experts, TargetFacts.from_card(target))
         card = build_card(
             draft.config,
             layout=layout.name,
-            engines={"load": [], "refused": {}},
+            engines={"load": list(loaded), "refused": refused},
             dtype=str(draft.dtype).removeprefix("torch."),
             target=target,
             fingerprint=fingerprint_of(draft.tensors),
@@ -130,6 +160,7 @@ def export_beside_target(
             provenance=provenance,
         )
         write_json(directory / CARD, card)
+        _refuse_contradictions(directory)
     report = BesideReport(
         path=final,
         linked=linked,
@@ -137,7 +168,10 @@ def export_beside_target(
         shards=tuple(shards),
         parameters=sum(t.numel() for t in draft.tensors.values() if t.is_floating_point()),
         comparisons=comparisons,
-        notes=_notes(keys, entries, draft),
+        engines=loaded,
+        refused=refused,
+        launch={name: deepseek_v4.launch(name, draft.config, str(final), str(final)) for name in loaded},
+        notes=_notes(keys, entries, draft, loaded),
     )
     if not quiet:
         report.show()
@@ -248,8 +282,39 @@ def _write_index(directory: Path, entries: Mapping[str, TensorEntry], shards: Ma
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _notes(keys: Mapping[str, Any], entries: Mapping[str, TensorEntry], draft: Draft) -> tuple[str, ...]:
-    notes = []
+def _engines(
+    draft: Draft, directory: Path, experts: str, target: TargetFacts
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Engines that load what was written, and why the others do not: their rules, then their reading of the files."""
+    packed = deepseek_v4.PACKED_EXPERTS if experts == "mxfp4" else None
+    serving = Serving(draft.config, deepseek_v4.LAYOUT, draft.dtype, target, packed)
+    files = Directory(read_json(directory / "config.json"), tensor_entries(directory))
+    loaded, refused = [], {}
+    for name, engine in ENGINES.items():
+        reason = engine.refuses(serving)
+        failures = engine.reads(files, target).fails if reason is None else {}
+        if reason is None and not failures:
+            loaded.append(name)
+        else:
+            refused[name] = reason or "; ".join(failures.values())
+    return tuple(loaded), refused
+
+
+def _refuse_contradictions(directory: Path) -> None:
+    """Let no directory appear whose keys, tensors and engines disagree with training."""
+    from modelopt_spec.checkpoints.preflight import check
+
+    report = check(directory, dynamic=False)
+    if not report.ok:
+        reasons = "; ".join(f"{fact.name}: {fact.note}" for fact in report.facts if fact.bad)
+        raise CheckpointError(f"the preflight of what was written fails, nothing was kept. {reasons}")
+
+
+def _notes(
+    keys: Mapping[str, Any], entries: Mapping[str, TensorEntry], draft: Draft, engines: tuple[str, ...]
+) -> tuple[str, ...]:
+    serving = Serving(draft.config, deepseek_v4.LAYOUT, draft.dtype)
+    notes = [note for name in engines for note in deepseek_v4.notes(name, serving)]
     if keys.get(_QUANTISED) is not None:
         notes.append(
             f"the target has a {_QUANTISED}, under which engines build the draft too, but the draft is written as "

@@ -104,6 +104,7 @@ def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = _e8m0(groups.abs().amax(-1), _E2M1_MAX)
     values = groups / power_of_two(scale).unsqueeze(-1)
     middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_E2M1)])
-    codes = torch.bucketize(values.abs().contiguous(), middles).to(torch.uint8) + 8 * (values < 0).to(torch.uint8)
+    sizes = torch.bucketize(values.abs().contiguous(), middles).to(torch.uint8)
+    codes = sizes + 8 * ((values < 0) & (sizes > 0)).to(torch.uint8)
     low, high = codes.flatten(1)[:, 0::2], codes.flatten(1)[:, 1::2]
     return (low | (high << 4)).view(torch.int8), scale.view(torch.float8_e8m0fnu)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from modelopt_spec.checkpoints.engines.base import drafts_of
 from modelopt_spec.checkpoints.engines.llama_cpp_gguf import write_gguf
 from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
-from modelopt_spec.checkpoints.layouts import Draft
+from modelopt_spec.checkpoints.layouts import Draft, expected_shapes
 from modelopt_spec.checkpoints.layouts.base import NO_TARGET, kept_in_float32
+from modelopt_spec.checkpoints.packing import QUANT_FILE, quantisation_of, quantization_config
+from modelopt_spec.checkpoints.quantise import float_weights, is_quantised, pack
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.checkpoints.zero_head import needs_zero_head, with_zero_head
 from modelopt_spec.drafter.drafter import Drafter
@@ -57,6 +59,8 @@ class ExportReport:
     launch: dict[str, str]
     """How to start each engine with it."""
     notes: tuple[str, ...] = ()
+    quantization: str | None = None
+    """``quant_algo``, if the drafter was quantised."""
 
     @property
     def worst_difference(self) -> float:
@@ -71,6 +75,7 @@ class ExportReport:
             "engines": list(self.engines),
             "refused": dict(self.refused),
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "files": list(self.files),
             "parameters": self.parameters,
             "worst_difference": self.worst_difference,
@@ -84,7 +89,8 @@ class ExportReport:
         table = Table(
             "", "", title=f"exported to {self.path}", title_justify="left", show_edge=False, show_header=False
         )
-        table.add_row("layout", f"{self.layout}, {self.parameters:,} parameters, {self.dtype}")
+        types = self.dtype if self.quantization is None else f"{self.quantization} and {self.dtype}"
+        table.add_row("layout", f"{self.layout}, {self.parameters:,} parameters, {types}")
         table.add_row("proven", f"block logits read back from the files differ by {self.worst_difference:.1e} at most")
         for name in self.engines:
             table.add_row(name, "loads it as it is")
@@ -109,6 +115,7 @@ def export(
     fold_temperature: bool = False,
     gguf: str | os.PathLike[str] | None = None,
     max_shard_bytes: int | None = None,
+    quantization_report: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> ExportReport:
     """Write a drafter as a directory that engines load.
@@ -129,6 +136,7 @@ def export(
             no calibration. The files for other engines are made for the divided layer.
         gguf: the target's GGUF file; a ``draft.gguf`` for llama.cpp is written too.
         max_shard_bytes: split the weights into files of about this size; None writes 5 GiB at most a file.
+        quantization_report: what quantising did to a drafter that was quantised in memory, for the card.
         quiet: do not print the report.
 
     Raises:
@@ -155,7 +163,8 @@ def export(
     zero_head = layout is None and needs_zero_head(draft.config)
     if zero_head:
         draft = with_zero_head(draft)
-    plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=facts)
+    algorithm = draft.packed.algorithm if draft.packed is not None else None
+    plan = plan_export(draft.config, engines, layout=layout, dtype=draft.dtype, target=facts, quantization=algorithm)
     with atomic_directory(out, overwrite) as directory:
         files = write_draft(draft, plan, directory, target=facts, max_shard_bytes=max_shard_bytes)
         comparisons = prove(draft, directory)
@@ -186,6 +195,12 @@ def export(
             source=source,
             provenance=provenance,
         )
+        if draft.packed is not None:
+            card["quantization"] = {
+                **quantisation_of(quantization_config(draft.packed)[0]),
+                "layers": list(draft.packed.layers),
+                **(quantization_report or {}),
+            }
         card["files"] = {name: digest(directory / name) for name in files}
         card["proof"] = {"contexts": [c.context for c in comparisons], "worst": max(c.worst for c in comparisons)}
         write_json(directory / CARD, card)
@@ -202,6 +217,7 @@ def export(
         comparisons=comparisons,
         launch=launch,
         notes=tuple(notes),
+        quantization=algorithm,
     )
     if not quiet:
         report.show()
@@ -220,7 +236,11 @@ def write_draft(
     limits = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     dtype = str(draft.dtype).removeprefix("torch.")
     config = {**plan.layout.write_config(draft.config, target=target), "dtype": dtype, "torch_dtype": dtype}
-    files = write_tensors(plan.layout.write_tensors(draft), directory, **limits)
+    files = write_tensors(plan.layout.write_packed(draft), directory, **limits)
+    if draft.packed is not None:
+        config["quantization_config"], whole = quantization_config(draft.packed)
+        write_json(directory / QUANT_FILE, whole)
+        files.append(QUANT_FILE)
     write_json(directory / "config.json", config)
     return ["config.json", *files]
 
@@ -267,7 +287,11 @@ def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[s
         if not isinstance(drafter, Drafter):
             raise CheckpointError(f"this {type(source).__name__} has no drafter: call modelopt_spec.convert first")
         tensors = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
-        return Draft(drafter.config, tensors), target_identity(source), {}, "a model in memory"
+        packed = None
+        if is_quantised(drafter):
+            packed = pack(drafter)
+            tensors = {name: tensors[name] for name in expected_shapes(drafter.config)} | float_weights(packed)
+        return Draft(drafter.config, tensors, packed), target_identity(source), {}, "a model in memory"
     root = Path(source)
     description = store.read_description(root)
     tensors = store.read_weights(root, description)
@@ -277,10 +301,9 @@ def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[s
 
 def _cast(draft: Draft, dtype: torch.dtype) -> Draft:
     kept = kept_in_float32(draft.config) if dtype in (torch.bfloat16, torch.float16) else frozenset()
-    return Draft(
-        draft.config,
-        {n: t.to(dtype) if t.is_floating_point() and n not in kept else t for n, t in draft.tensors.items()},
-    )
+    kept |= draft.packed_names
+    tensors = {n: t.to(dtype) if t.is_floating_point() and n not in kept else t for n, t in draft.tensors.items()}
+    return replace(draft, tensors=tensors)
 
 
 def _check_mask(draft: Draft) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_spec.checkpoints.account import Account, Entry, KeyReader
 from modelopt_spec.checkpoints.card import read_card, trained_config
 from modelopt_spec.checkpoints.layouts import Draft, Layout, get_layout, recognise
 from modelopt_spec.checkpoints.layouts.base import SHARED
+from modelopt_spec.checkpoints.packing import algorithm_of, logical_entries, read_float
 from modelopt_spec.checkpoints.safe_read import pickles, read_json, read_tensors, tensor_entries
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.config import BackboneConfig, DrafterConfig, HeadConfig, MoEConfig
@@ -64,7 +65,7 @@ def read_draft(
     if (root / "drafter.json").is_file() and not (root / "config.json").is_file():
         raise CheckpointError(f"{root} is a checkpoint of this package: use restore, or export it")
     config = read_json(root / "config.json")
-    entries = tensor_entries(root)
+    entries = logical_entries(config, tensor_entries(root))
     chosen = get_layout(layout) if layout else recognise(config, entries)
     keys = KeyReader(config, str(root / "config.json"), allow_contradictions=allow_contradictions)
     drafter_config = override(chosen.read_config(keys, entries), overrides or {})
@@ -80,10 +81,18 @@ def read_draft(
         if not ignore_unknown:
             raise CheckpointError(f"{message}. Pass ignore_unknown to import without it (acceptance will differ)")
         overruled.append(message)
-    tensors = read_tensors(root, pairs.values())
-    draft = Draft(drafter_config, {ours: tensors[name] for ours, name in pairs.items()})
+    tensors = read_float(root, config, pairs.values())
+    draft = Draft(drafter_config, _in_one_type({ours: tensors[name] for ours, name in pairs.items()}, config))
     account = Account(chosen.name, keys.entries(), tensor_account, files, overruled)
     return Imported(chosen.after_read(draft), chosen, account, config)
+
+
+def _in_one_type(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Quantised weights came back as float32: give them the type of the others."""
+    if algorithm_of(config) is None:
+        return tensors
+    dtype = tensors["fc.weight"].dtype
+    return {name: t.to(dtype) if t.dtype == torch.float32 else t for name, t in tensors.items()}
 
 
 def load_drafter(

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from modelopt_spec.checkpoints.independent_packed import unpacked
 from modelopt_spec.errors import CheckpointError, UnsupportedError
 
 __all__ = ["BlockResult", "IndependentDraft"]
@@ -83,7 +84,7 @@ class IndependentDraft:
             tensors.update(load_file(file))
         if not tensors:
             raise CheckpointError(f"{root} holds no safetensors file")
-        return cls(config, tensors, dtype)
+        return cls(config, unpacked(config, tensors), dtype)
 
     # ---- what the files say ----------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ def _drafter_of(model: nn.Module) -> Drafter:
 
 def write_drafter(drafter: Drafter, directory: Path, *, target: str = "", extra: dict[str, Any] | None = None) -> None:
     """Write both files into an existing directory."""
+    if any(hasattr(module, "weight_quantizer") for module in drafter.modules()):
+        raise CheckpointError("this drafter is quantised, and a checkpoint holds whole weights: export it instead")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
     description = {

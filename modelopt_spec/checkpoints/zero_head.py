@@ -6,6 +6,8 @@ floating point exception at rank 0, SGLang and TensorRT-LLM refuse it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from modelopt_spec.checkpoints.layouts.base import Draft
@@ -43,4 +45,4 @@ def with_zero_head(draft: Draft) -> Draft:
     name = "confidence_head.proj.weight"
     if name in tensors:
         tensors[name] = torch.nn.functional.pad(tensors[name], (0, RANK))
-    return Draft(headed, tensors)
+    return replace(draft, config=headed, tensors=tensors)

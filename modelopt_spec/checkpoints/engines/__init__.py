@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from modelopt_spec.checkpoints.engines.base import Engine, Serving
-from modelopt_spec.checkpoints.engines.llama_cpp import LlamaCpp
-from modelopt_spec.checkpoints.engines.sglang import SGLang
+from modelopt_spec.checkpoints.engines.stages import ENGINE_CLASSES
 from modelopt_spec.checkpoints.engines.table import print_support_table, support_table
-from modelopt_spec.checkpoints.engines.tensorrt_llm import TensorRTLLM
-from modelopt_spec.checkpoints.engines.vllm import VLLM
 from modelopt_spec.checkpoints.layouts import LAYOUTS, Layout, default_layout, get_layout
 from modelopt_spec.checkpoints.layouts.base import NO_TARGET
 from modelopt_spec.checkpoints.target_facts import TargetFacts
@@ -30,7 +27,7 @@ __all__ = [
     "support_table",
 ]
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang(), TensorRTLLM(), LlamaCpp())}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (cls() for cls in ENGINE_CLASSES)}
 """All engines by name."""
 
 _ALIASES = {"llama_cpp": "llama.cpp", "llamacpp": "llama.cpp", "llama-cpp": "llama.cpp"}
@@ -55,10 +52,15 @@ class ExportPlan:
     refused: dict[str, str]
     """Engine -> reason and the nearest thing that works."""
     notes: tuple[str, ...] = ()
+    quantization: str | None = None
+    """``quant_algo`` of a quantised draft."""
 
     def launch(self, target: str, draft: str) -> dict[str, str]:
         """Command line of every engine that loads the directory."""
-        return {name: ENGINES[name].launch(self.config, self.layout.name, target, draft) for name in self.engines}
+        return {
+            name: ENGINES[name].launch(self.config, self.layout.name, target, draft, self.quantization)
+            for name in self.engines
+        }
 
 
 def plan_export(
@@ -68,6 +70,7 @@ def plan_export(
     layout: str | None = None,
     dtype: torch.dtype = torch.float32,
     target: TargetFacts = NO_TARGET,
+    quantization: str | None = None,
 ) -> ExportPlan:
     """Choose the layout that all named engines read; with none named, the usual one for this kind of drafter.
 
@@ -80,7 +83,8 @@ def plan_export(
     candidates = _candidates(config, layout)
     verdicts = {
         candidate.name: {
-            engine.name: engine.refuses(Serving(config, candidate.name, dtype, target)) for engine in considered
+            engine.name: engine.refuses(Serving(config, candidate.name, dtype, target, quantization))
+            for engine in considered
         }
         for candidate in candidates
     }
@@ -95,7 +99,7 @@ def plan_export(
         raise UnsupportedError(_why_not(named, candidates, verdicts))
     refused = {name: reason for name, reason in verdicts[best.name].items() if reason is not None}
     notes = [note for name in served(best) for note in ENGINES[name].notes(Serving(config, best.name, dtype, target))]
-    return ExportPlan(config, best, tuple(served(best)), refused, tuple(notes))
+    return ExportPlan(config, best, tuple(served(best)), refused, tuple(notes), quantization)
 
 
 def _candidates(config: DrafterConfig, layout: str | None) -> list[Layout]:

@@ -37,8 +37,8 @@ class Serving:
     layout: str
     dtype: torch.dtype
     target: TargetFacts = TargetFacts()
-    quantization: dict[str, Any] | None = None
-    """The directory's ``quantization_config``."""
+    quantization: str | None = None
+    """The ``quant_algo`` of its ``quantization_config``."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,17 @@ class Engine(ABC):
     """Layouts that it reads."""
     heads: ClassVar[tuple[str, ...]]
     """Correction heads that it serves."""
+    quantisations: ClassVar[tuple[str, ...]] = ()
+    """``quant_algo`` values of drafts that it loads."""
 
     @abstractmethod
     def refuses(self, serving: Serving) -> str | None:
         """Why it does not serve this drafter in this layout, with the nearest thing that works; None if it does."""
 
     @abstractmethod
-    def launch(self, config: DrafterConfig, layout: str, target: str, draft: str) -> str:
+    def launch(
+        self, config: DrafterConfig, layout: str, target: str, draft: str, quantization: str | None = None
+    ) -> str:
         """The command line that serves ``target`` with the draft directory."""
 
     @abstractmethod
@@ -101,6 +105,8 @@ class Engine(ABC):
             return f"it has no {config.head.type!r} head. {self.way_out(config.head.type)}"
         if serving.layout not in self.layouts:
             return f"it does not read layout {serving.layout!r}; use {' or '.join(self.layouts)}"
+        if serving.quantization is not None and (reason := self.quantisation_refusal(serving)) is not None:
+            return reason
         if backbone.sliding_window is not None and backbone.window_rule != "query":
             return (
                 "a dense draft's window is counted for each query there (q - k < window), and this one was trained "
@@ -108,10 +114,25 @@ class Engine(ABC):
             )
         return None
 
+    def quantisation_refusal(self, serving: Serving) -> str | None:
+        """Rules that all engines share for a quantised draft: its format, its layout, the type of the rest."""
+        if serving.quantization not in self.quantisations:
+            known = " or ".join(self.quantisations) or "none"
+            return (
+                f"it is not known to load a draft quantised as {serving.quantization} (known: {known}); export it whole"
+            )
+        if serving.layout not in ("deepspec", "zlab", "nemotron", "domino"):
+            return (
+                f"it is not known to read a quantization_config in layout {serving.layout!r}; write layout 'deepspec'"
+            )
+        if serving.dtype not in (torch.bfloat16, torch.float16):
+            return "it runs quantised layers on 16-bit activations only; pass dtype=bfloat16"
+        return None
+
     def way_out(self, head: str) -> str:
         """What to do about a head that it does not serve."""
         if head in ("gated", "rnn"):
-            return "Distill it into a vanilla head (modelopt_spec.checkpoints.distill), or serve it with SGLang"
+            return "Distill it into a vanilla head (mtsp distill), or serve it with SGLang"
         if head == "gru":
             return "Serve it with SGLang, or train with head.type vanilla"
         return f"Heads that it serves: {', '.join(self.heads)}"

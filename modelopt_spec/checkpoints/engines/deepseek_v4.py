@@ -13,11 +13,15 @@ from modelopt_spec.checkpoints.engines.base import Directory, Serving, View, con
 from modelopt_spec.checkpoints.layouts.deepseek_v4_names import stage_count
 from modelopt_spec.config import DrafterConfig
 
-__all__ = ["LAYOUT", "holds_draft", "launch", "notes", "reads", "refuses"]
+__all__ = ["LAYOUT", "PACKED_EXPERTS", "holds_draft", "launch", "notes", "reads", "refuses"]
 
 LAYOUT = "deepseek_v4"
+PACKED_EXPERTS = "MXFP4"
+"""What :class:`Serving` calls a draft whose routed experts are 4-bit floats."""
 WINDOW_RULES = {"vllm": "block", "sglang": "block", "llama.cpp": "query"}
 _LLAMA_STREAMS = 4
+_LLAMA_RATIOS = (0, 4, 128)
+_LLAMA_INDEXER = 64
 _VLLM_STAGES = 3
 
 
@@ -40,6 +44,11 @@ def refuses(engine: str, serving: Serving) -> str | None:
     streams = config.backbone.hyper_connection.streams if config.backbone.hyper_connection else 1
     if engine == "llama.cpp" and streams != _LLAMA_STREAMS:
         return f"it runs {_LLAMA_STREAMS} residual streams only, not {streams}; train with hyper_connection.streams 4"
+    if engine == "llama.cpp" and serving.quantization != PACKED_EXPERTS:
+        return (
+            "its converter takes routed experts as MXFP4 only: write the draft beside its target with such experts "
+            "(mtsp export-beside --experts mxfp4)"
+        )
     return None
 
 
@@ -47,8 +56,6 @@ def notes(engine: str, serving: Serving) -> list[str]:
     """What to know before serving."""
     if engine == "vllm":
         return ["vllm: DeepSeek-V4 drafts need a GPU build; the CPU build has none"]
-    if engine == "llama.cpp":
-        return ["llama.cpp: its converter takes MXFP4 experts only (export_beside_target with experts='mxfp4')"]
     return []
 
 
@@ -139,14 +146,40 @@ def _failures(engine: str, keys: Mapping[str, Any], directory: Directory, stages
     if not keys.get("dspark_markov_rank"):
         view.fails["head rank"] = "it needs dspark_markov_rank > 0"
     if engine == "llama.cpp":
-        if keys.get("hc_mult", _LLAMA_STREAMS) != _LLAMA_STREAMS:
-            view.fails["shape"] = f"hc_mult {keys['hc_mult']}: it runs {_LLAMA_STREAMS} residual streams only"
-        expert = directory.entries.get("mtp.0.ffn.experts.0.w1.weight")
-        if expert is not None and expert.dtype not in ("I8", "U8"):
-            view.fails["dtype"] = "its converter takes routed experts as MXFP4 only"
-        if not all(f"mtp.{i}.ffn.gate.bias" in directory.entries for i in range(present)):
-            view.fails["head"] = "a stage without ffn.gate.bias crashes it"
+        _llama_failures(keys, directory, present, view)
     ratios = keys.get("compress_ratios")
     layers = keys.get("num_hidden_layers") or 0
     if engine == "vllm" and isinstance(ratios, list) and (len(ratios) < layers + stages or any(ratios[layers:])):
         view.fails["window"] = f"compress_ratios needs {stages} zeros behind the target's {layers} entries"
+
+
+def _llama_failures(keys: Mapping[str, Any], directory: Directory, stages: int, view: View) -> None:
+    """What its converter refuses, and what kills it while it loads."""
+    if keys.get("hc_mult", _LLAMA_STREAMS) != _LLAMA_STREAMS:
+        view.fails["shape"] = f"hc_mult {keys['hc_mult']}: it runs {_LLAMA_STREAMS} residual streams only"
+    expert = directory.entries.get("mtp.0.ffn.experts.0.w1.weight")
+    if expert is not None and expert.dtype not in ("I8", "U8"):
+        view.fails["dtype"] = "its converter takes routed experts as MXFP4 only"
+    last = f"mtp.{stages - 1}."
+    if not all(f"mtp.{i}.ffn.gate.bias" in directory.entries for i in range(stages)):
+        view.fails["head"] = "a stage without ffn.gate.bias crashes it"
+    markov = f"{last}markov_head.markov_w1.weight" in directory.entries
+    if not markov and f"{last}confidence_head.proj.weight" in directory.entries:
+        view.fails["confidence head"] = "a confidence head without the Markov matrices crashes it"
+    if any(not name.startswith("mtp.") for name in directory.entries):
+        _llama_target_failures(keys, view)
+
+
+def _llama_target_failures(keys: Mapping[str, Any], view: View) -> None:
+    """The target's compressed layers, where its tensors stand in the same directory."""
+    ratios = [ratio for ratio in keys.get("compress_ratios") or () if ratio is not None]
+    unknown = sorted(set(ratios) - set(_LLAMA_RATIOS))
+    if unknown:
+        view.fails["target"] = f"compress_ratios {unknown} crash it: it knows {', '.join(map(str, _LLAMA_RATIOS))}"
+    elif ratios and 4 not in ratios:
+        view.fails["target"] = "a target without any layer of compress ratio 4 crashes it"
+    indexer = keys.get("index_head_dim")
+    if indexer is not None and (indexer % _LLAMA_INDEXER or indexer == keys.get("head_dim")):
+        view.fails["target"] = (
+            f"index_head_dim {indexer} crashes it: it must be a multiple of {_LLAMA_INDEXER} other than head_dim"
+        )

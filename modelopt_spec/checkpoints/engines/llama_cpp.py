@@ -59,7 +59,9 @@ class LlamaCpp(Engine):
             return "its converter does not know DFlashSpeculator; write layout 'zlab'"
         return None
 
-    def launch(self, config: DrafterConfig, layout: str, target: str, draft: str) -> str:
+    def launch(
+        self, config: DrafterConfig, layout: str, target: str, draft: str, quantization: str | None = None
+    ) -> str:
         """Three lines: convert target, convert draft, serve."""
         kind = "draft-dflash" if layout == "zlab" else "draft-dspark"
         return (

@@ -36,6 +36,7 @@ class SGLang(Engine):
     evidence = "file rules checked (needs a GPU to run)"
     layouts = ("deepspec", "zlab", "domino", "nemotron")
     heads = ("none", "vanilla", "gated", "rnn", "gru")
+    quantisations = ("FP8", "NVFP4")
 
     def refuses(self, serving: Serving) -> str | None:
         """No reduced vocabulary, no embedding tap; DSPARK needs a head; Domino in bf16."""
@@ -68,7 +69,9 @@ class SGLang(Engine):
                 return f"Domino runs in bfloat16 only, these weights are {serving.dtype}; pass dtype=bfloat16"
         return None
 
-    def launch(self, config: DrafterConfig, layout: str, target: str, draft: str) -> str:
+    def launch(
+        self, config: DrafterConfig, layout: str, target: str, draft: str, quantization: str | None = None
+    ) -> str:
         """``sglang.launch_server`` with the algorithm and the window of draft tokens that it expects."""
         dspark = layout in ("deepspec", "nemotron")
         line = (
@@ -78,6 +81,9 @@ class SGLang(Engine):
         )
         if dspark and not is_anchor_first(config):
             line += f" --speculative-dspark-block-size {drafts_of(config)}"
+        if quantization is not None:
+            kind = {"FP8": "modelopt_fp8", "NVFP4": "modelopt_fp4"}[quantization]
+            line += f" --speculative-draft-model-quantization {kind}"
         return line
 
     def notes(self, serving: Serving) -> list[str]:

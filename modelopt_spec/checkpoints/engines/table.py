@@ -18,6 +18,24 @@ from modelopt_spec.conversion import MODES
 
 __all__ = ["KINDS", "example", "markdown", "print_support_table", "support_table"]
 
+
+def _stages(window_rule: str) -> dict[str, Any]:
+    """Settings of a drafter with DeepSeek-V4 stages."""
+    backbone: dict[str, Any] = {
+        "type": "moe_mhc",
+        "window_rule": window_rule,
+        "sliding_window": 9,
+        "num_layers": 3,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "hyper_connection": {"streams": 4, "sinkhorn_iterations": 20, "eps": 1e-6},
+        "latent_attention": {"q_lora_rank": 12, "qk_rope_head_dim": 4, "o_groups": 2, "o_lora_rank": 6},
+    }
+    experts = {"num_experts": 4, "experts_per_token": 2, "intermediate_size": 32, "swiglu_limit": 10.0}
+    routing = {"scoring": "sqrtsoftplus", "normalize_weights": True, "routed_scaling_factor": 1.0}
+    return {"head": {"type": "vanilla", "rank": 6}, "backbone": {**backbone, "moe": {**experts, **routing}}}
+
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DFlash, bonus anchor (z-lab)": ("dflash", {"layout": "bonus_anchor"}),
     "DFlash, anchor first (markov_rank 0)": ("dflash", {}),
@@ -59,6 +77,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "DSpark, DeepSeek-V4 stages": ("dspark", _stages("block")),
+    "DSpark, DeepSeek-V4 stages, window rule query": ("dspark", _stages("query")),
 }
 """Kinds of drafters that the table has a row for: mode and settings."""
 

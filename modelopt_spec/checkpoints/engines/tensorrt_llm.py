@@ -30,6 +30,7 @@ class TensorRTLLM(Engine):
     evidence = "file rules checked (needs a GPU to run)"
     layouts = ("deepspec", "zlab", "domino", "speculators")
     heads = ("none", "vanilla", "gru")
+    quantisations = ("FP8", "NVFP4", "W8A16")
 
     def refuses(self, serving: Serving) -> str | None:
         """Vanilla heads; the whole block is drafted; full vocabulary; a target that scales nothing."""
@@ -51,7 +52,9 @@ class TensorRTLLM(Engine):
             return "it is not known to scale or cap a draft as this target does; serve with llama.cpp"
         return None
 
-    def launch(self, config: DrafterConfig, layout: str, target: str, draft: str) -> str:
+    def launch(
+        self, config: DrafterConfig, layout: str, target: str, draft: str, quantization: str | None = None
+    ) -> str:
         """``trtllm-serve`` with the ``speculative_config`` that goes into its options file."""
         kind = {"none": "DFlash", "vanilla": "DSpark", "gru": "Domino"}[config.head.type]
         return (

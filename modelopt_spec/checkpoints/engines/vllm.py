@@ -34,6 +34,7 @@ class VLLM(Engine):
     evidence = "served in tests (CPU build)"
     layouts = ("deepspec", "zlab", "speculators", "nemotron")
     heads = ("none", "vanilla")
+    quantisations = ("FP8", "NVFP4")
 
     def refuses(self, serving: Serving) -> str | None:
         """Vanilla heads or none; the target's plain embedding rows and logits."""
@@ -64,7 +65,9 @@ class VLLM(Engine):
             return f"it does not scale the draft's logits by {target.logit_scale:g}; serve with llama.cpp"
         return None
 
-    def launch(self, config: DrafterConfig, layout: str, target: str, draft: str) -> str:
+    def launch(
+        self, config: DrafterConfig, layout: str, target: str, draft: str, quantization: str | None = None
+    ) -> str:
         """``vllm serve`` with the method and the draft length spelled out."""
         dflash = self.is_dflash(config, layout)
         settings = {

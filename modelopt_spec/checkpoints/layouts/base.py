@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modelopt_spec.checkpoints.account import Entry, KeyReader
+from modelopt_spec.checkpoints.packing import Packed
 from modelopt_spec.checkpoints.safe_read import TensorEntry
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
@@ -36,12 +37,20 @@ class Draft:
     config: DrafterConfig
     """Fully resolved, as far as a file can say it."""
     tensors: Mapping[str, Tensor]
-    """Weights under the names of the drafter's state dict."""
+    """Weights under the names of the drafter's state dict; quantised ones as the float32 that they stand for."""
+    packed: Packed | None = None
+    """How the quantised ones are stored."""
+
+    @property
+    def packed_names(self) -> frozenset[str]:
+        """Our names of the quantised weights."""
+        return frozenset() if self.packed is None else frozenset(f"{name}.weight" for name in self.packed.layers)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the backbone's weights."""
-        return next(t.dtype for t in self.tensors.values() if t.is_floating_point())
+        """The type of the weights that are not quantised."""
+        packed = self.packed_names
+        return next(t.dtype for name, t in self.tensors.items() if t.is_floating_point() and name not in packed)
 
 
 class Layout(ABC):
@@ -97,6 +106,14 @@ class Layout(ABC):
     def write_tensors(self, draft: Draft) -> dict[str, Tensor]:
         """The file's tensors, contiguous."""
         return {self.file_name(name): tensor.detach().contiguous() for name, tensor in draft.tensors.items()}
+
+    def write_packed(self, draft: Draft) -> dict[str, Tensor]:
+        """The file's tensors, quantised weights as they are stored with their scales beside them."""
+        tensors = self.write_tensors(draft)
+        for name, parts in draft.packed.layers.items() if draft.packed is not None else ():
+            stem = self.file_name(f"{name}.weight").removesuffix("weight")
+            tensors |= {f"{stem}{part}": tensor.contiguous() for part, tensor in parts.items()}
+        return tensors
 
     def match(
         self,

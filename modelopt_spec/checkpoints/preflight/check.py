@@ -15,9 +15,11 @@ from modelopt_spec.checkpoints.card import CARD, read_card, trained_config
 from modelopt_spec.checkpoints.engines import ENGINES, Engine, get_engine
 from modelopt_spec.checkpoints.engines.base import Directory, View
 from modelopt_spec.checkpoints.layouts import Layout, get_layout, recognise
+from modelopt_spec.checkpoints.packing import logical_entries
 from modelopt_spec.checkpoints.preflight.content import content_facts, target_fact
 from modelopt_spec.checkpoints.preflight.dynamic import block_facts
 from modelopt_spec.checkpoints.preflight.facts import DEPENDS, FACTS, FIELD_FACTS, agree, facts_of
+from modelopt_spec.checkpoints.preflight.quantisation import quantisation_facts
 from modelopt_spec.checkpoints.preflight.report import Fact, Report
 from modelopt_spec.checkpoints.safe_read import read_json, tensor_entries
 from modelopt_spec.checkpoints.target_facts import TargetFacts
@@ -95,6 +97,7 @@ def check(
         views = {name: view for name, view in views.items() if name not in not_served}
     report_facts.append(Fact("format", "", expected_layout, layout_name, None, "same" if card else "unknown"))
     report_facts += _compare(trained, written, views, facts_about_target)
+    report_facts += quantisation_facts(root, written.directory, card, written.problems.get("quantisation"), views)
     report_facts += target_fact(trained, written.config, target)
     skipped = [] if card is not None or trained is not None else [f"training: {root} has no {CARD}"]
     static_ok = not any(fact.bad for fact in report_facts)
@@ -134,7 +137,12 @@ def _read(root: Path, expected: str | None) -> _Written:
     """The files in this package's words; mistakes in keys become problems of the fact that they are about."""
     config, entries = read_json(root / "config.json"), tensor_entries(root)
     files = tuple(sorted(path.name for path in root.iterdir()))
-    written = _Written(Directory(config, entries, files), None)
+    problems: dict[str, str] = {}
+    try:
+        entries = logical_entries(config, entries)
+    except CheckpointError as error:
+        problems["quantisation"] = str(error)
+    written = _Written(Directory(config, entries, files), None, problems=problems)
     try:
         written.layout = recognise(config, entries)
     except CheckpointError as error:
@@ -168,7 +176,7 @@ def _compare(
     files = facts_of(written.config) if written.config is not None else {}
     facts: list[Fact] = []
     for name in FACTS:
-        if name in ("format", "target"):
+        if name in ("format", "target", "quantisation"):
             continue
         known = [view for view in views.values() if name in view.does or name in view.fails]
         if name not in training and name not in files and not known and name not in written.problems:

@@ -10,8 +10,8 @@ from torch import nn
 from modelopt_spec.checkpoints.engines.base import Directory
 from modelopt_spec.checkpoints.importing import MASK_EMBEDDING, check_shared
 from modelopt_spec.checkpoints.layouts import Draft, Layout
+from modelopt_spec.checkpoints.packing import read_float
 from modelopt_spec.checkpoints.preflight.report import Fact
-from modelopt_spec.checkpoints.safe_read import read_tensors
 from modelopt_spec.checkpoints.store import fingerprint_of
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError
@@ -57,7 +57,7 @@ def content_facts(
     facts.append(dtype)
     try:
         pairs, _ = layout.match(config, directory.entries)
-        tensors = read_tensors(root, pairs.values())
+        tensors = read_float(root, directory.config, pairs.values())
         draft = layout.after_read(Draft(config, {ours: tensors[name] for ours, name in pairs.items()}))
         found = fingerprint_of(draft.tensors)
         expected = (card or {}).get("fingerprint")

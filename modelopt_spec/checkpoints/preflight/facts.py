@@ -43,6 +43,7 @@ FACTS: dict[str, str] = {
     "confidence head": "whether there is one",
     "confidence input": "what it reads",
     "dtype": "type of the stored weights",
+    "quantisation": "format of the quantised weights and the modules that are not",
     "weights": "the weights themselves",
     "own modules": "embedding and output projection, where the file carries them",
     "block": "one block, computed from the files alone and by training's own pass",
