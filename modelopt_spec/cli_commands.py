@@ -38,6 +38,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option("--top-k")] = None,
     seed: Seed = 0,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    scheduler: Scheduler = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
@@ -49,6 +50,7 @@ def generate(
         tokenizer,
         prompt,
         raw=raw,
+        scheduler=scheduler,
         num_draft_tokens=num_draft_tokens,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -46,7 +46,7 @@ def answer(
         seed: of the sampling.
         stop_strings: texts that end the answer.
         streamer: see :func:`~modelopt_spec.decoding.generate.generate`.
-        scheduler: a length policy.
+        scheduler: a length policy, or the path of a ``scheduler.json``.
 
     Returns:
         ``text``, ``new_tokens``, ``rounds``, ``tau``, ``tokens_per_second``, ``stopped``, ``token_ids``.

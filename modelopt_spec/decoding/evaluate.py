@@ -53,6 +53,7 @@ from modelopt_spec.decoding.sampling import Sampling
 from modelopt_spec.decoding.statistics import count_prompts, interval, round_statistics
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.scheduling.api import open_policy
 from modelopt_spec.versions import versions
 
 __all__ = ["EVALUATION_KIND", "evaluate"]
@@ -97,7 +98,7 @@ def evaluate(
         limit: prompts of each file.
         seed: of the sampling, the control and the intervals.
         batch_size: prompts decoded together; acceptance does not depend on it, speed does.
-        scheduler: a length policy, or the path of a ``scheduler.json`` whose policy is used.
+        scheduler: a length policy, or the path of a ``scheduler.json`` of this drafter, tokenizer and machine.
         baseline: also decode some prompts with ``model.generate``: tokens a second, and whether the tokens are equal.
         control: also measure with shuffled target features, which must lower tau.
         probabilities: record acceptance probabilities (not counted in the speed).
@@ -122,7 +123,7 @@ def evaluate(
     if not isinstance(drafter, Drafter):
         raise ConfigError(f"this {type(model).__name__} has no drafter: convert it or restore a checkpoint first")
     count = check_num_draft_tokens(drafter, num_draft_tokens)
-    policy = _open_scheduler(scheduler, count)
+    policy = open_policy(scheduler, model, tokenizer, gamma=count)
     renderer = ChatRenderer(tokenizer, data_config)
     ends = end_tokens(model, tokenizer)
     base = MeasureSettings(count, max_new_tokens, Sampling(), seed, batch_size, policy, ends, probabilities)
@@ -245,15 +246,6 @@ def _header(report: dict[str, Any], temperature: float) -> dict[str, Any]:
         versions=report["versions"],
         prompts=report["prompts"],
     )
-
-
-def _open_scheduler(scheduler: Any, num_draft_tokens: int) -> Any:
-    """A length policy, from a file where a path is given."""
-    if not isinstance(scheduler, str | Path):
-        return scheduler
-    from modelopt_spec.scheduling.scheduler_file import load_scheduler
-
-    return load_scheduler(scheduler, gamma=num_draft_tokens).scheduler()
 
 
 def _describe(scheduler: Any) -> str | None:

@@ -31,6 +31,7 @@ from modelopt_spec.decoding.stopping import StopRules
 from modelopt_spec.decoding.target_session import open_session
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError, DataError, UnsupportedError
+from modelopt_spec.scheduling.api import open_policy
 from modelopt_spec.targets.hf import HFTarget
 
 __all__ = ["GenerateResult", "generate"]
@@ -102,8 +103,9 @@ def generate(
         generator: gives the seed when there is none; default torch's global one.
         streamer: called ``streamer(row, new_tokens)`` as tokens are committed; for one prompt also a transformers
             streamer (``put`` and ``end``).
-        scheduler: a length policy of :mod:`modelopt_spec.scheduling`; decides how many draft tokens of each row are
-            sent to the target. The output stays the target's. Rows of one pass are padded to the longest.
+        scheduler: a length policy of :mod:`modelopt_spec.scheduling`, or the path of a ``scheduler.json`` of this
+            drafter and machine; decides how many draft tokens of each row are sent to the target. The output stays the
+            target's. Rows of one pass are padded to the longest.
         return_rounds: keep a record of every round.
         record_probabilities: with acceptance probabilities, which cost two softmaxes over the vocabulary a round.
         random: the source of chance itself, for tests.
@@ -129,6 +131,7 @@ def generate(
         stop_strings=stop_strings,
     )
     count = check_num_draft_tokens(drafter, num_draft_tokens)
+    scheduler = open_policy(scheduler, model, tokenizer, gamma=count)
     if scheduler is not None and getattr(scheduler, "gamma", count) not in (0, count):
         raise ConfigError(
             f"scheduler is for blocks of {scheduler.gamma} draft tokens, but {count} are drafted: calibrate one for "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from modelopt_spec.scheduling.scheduler_file import (
 from modelopt_spec.scheduling.sweep import DEFAULT_POLICIES, Load, compare_measured, simulate_loads
 from modelopt_spec.versions import __version__
 
-__all__ = ["calibrate", "identity_of", "profile", "simulate"]
+__all__ = ["calibrate", "identity_of", "open_policy", "profile", "simulate"]
 
 ENGINE = "modelopt-spec"
 
@@ -238,6 +239,23 @@ def simulate(
     if measured is not None:
         report["comparison"] = compare_measured(report, _json(measured))
     return report
+
+
+def open_policy(scheduler: Any, model: nn.Module, tokenizer: Any = None, *, gamma: int) -> Any:
+    """The length policy to decode with: a path is read and checked, anything else is one already (or None).
+
+    Args:
+        scheduler: ``scheduler.json``, the directory that holds it, or a policy.
+        model: the model that will decode.
+        tokenizer: its tokenizer, compared too where it is given.
+        gamma: draft tokens a round.
+
+    Raises:
+        CheckpointError: the file is of another gamma, drafter, tokenizer, machine or dtype. ConfigError: no cost table.
+    """
+    if not isinstance(scheduler, str | os.PathLike):
+        return scheduler
+    return load_scheduler(Path(scheduler), gamma=gamma, here=identity_of(model, tokenizer)).scheduler()
 
 
 def identity_of(model: nn.Module, tokenizer: Any = None) -> Identity:

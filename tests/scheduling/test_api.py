@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from modelopt_spec.decoding.evaluate import evaluate
 from modelopt_spec.decoding.generate import generate
 from modelopt_spec.decoding.rounds import rounds_header, write_rounds
 from modelopt_spec.errors import CheckpointError, ConfigError, UnsupportedError
@@ -199,3 +200,37 @@ def _saved(cost, tmp_path):
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(cost.to_dict()))
     return path
+
+
+def test_a_scheduler_file_is_checked_where_it_is_used(model, tmp_path):
+    """generate and evaluate take a path: another drafter, tokenizer, machine or gamma is an error."""
+    prompts = torch.randint(1, 60, (2, 6), generator=torch.Generator().manual_seed(3))
+    cost = AdditiveCostTable(0.01, (1, 4), (0.0, 0.002), (1, 6, 24), (0.0, 0.001, 0.1))
+    mine = SchedulerFile(5, api.identity_of(model, Tokenizer()), cost=cost)
+    path = save_scheduler(tmp_path / "scheduler.json", mine)
+    plain = generate(model, prompts, max_new_tokens=12, eos_token_id=None)
+    scheduled = generate(model, prompts, max_new_tokens=12, eos_token_id=None, scheduler=str(path))
+    assert torch.equal(plain.sequences, scheduled.sequences)
+    policy = api.open_policy(path, model, Tokenizer(), gamma=5)
+    assert isinstance(policy, PrefixScheduler)
+    assert api.open_policy(policy, model, gamma=5) is policy
+    with pytest.raises(CheckpointError, match="is for gamma 5, this drafter drafts 3"):
+        generate(model, prompts, max_new_tokens=4, num_draft_tokens=3, scheduler=path)
+    for change, message in (
+        ({"drafter_fingerprint": "other"}, "another model"),
+        ({"tokenizer_fingerprint": "other"}, "another model"),
+        ({"hardware": "another machine"}, "measured elsewhere"),
+        ({"engine": "sglang"}, "measured elsewhere"),
+        ({"dtype": "bfloat16"}, "measured elsewhere"),
+    ):
+        identity = dataclasses.replace(mine.identity, **change)
+        stranger = save_scheduler(tmp_path / "other.json", dataclasses.replace(mine, identity=identity))
+        with pytest.raises(CheckpointError, match=message):
+            generate(model, prompts, max_new_tokens=4, scheduler=stranger, tokenizer=Tokenizer())
+        questions = tmp_path / "prompts.jsonl"
+        questions.write_text('{"turns": ["a"]}\n')
+        with pytest.raises(CheckpointError, match=message):
+            evaluate(model, Tokenizer(), questions, scheduler=stranger)
+    empty = save_scheduler(tmp_path / "empty.json", SchedulerFile(5, mine.identity))
+    with pytest.raises(ConfigError, match="no cost table"):
+        generate(model, prompts, max_new_tokens=4, scheduler=empty)
