@@ -1,0 +1,290 @@
+"""Pages that are written from the code when the documentation is built: commands, recipes, settings, results.
+
+`conf.py` calls :func:`write_all`; the tests call the same function, so a page that cannot be made fails both.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADS_RESULT = ROOT / "docs" / "results" / "heads" / "comparison.json"
+
+
+def write_all(directory: Path) -> list[Path]:
+    """Write every generated page; files that did not change keep their time, so that Sphinx does not rebuild."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pages = {
+        "cli.md": cli_page(),
+        "recipes.md": recipes_page(),
+        "settings.md": settings_page(),
+        "heads_table.md": heads_table(HEADS_RESULT),
+    }
+    written = []
+    for name, text in pages.items():
+        path = directory / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """Every command of `mtsp` with its arguments and options, from typer."""
+    import typer
+
+    from modelopt_spec.cli import application
+
+    group: Any = typer.main.get_command(application())
+    context = group.make_context("mtsp", [], resilient_parsing=True)
+    lines = ["Options of `mtsp` itself:", "", *_options(group), ""]
+    for name in group.list_commands(context):
+        command = group.commands[name]
+        lines += _command(f"mtsp {name}", command)
+        for part in getattr(command, "commands", {}).values():
+            lines += _command(f"mtsp {name} {part.name}", part)
+    return "\n".join(lines) + "\n"
+
+
+def _command(path: str, command: Any) -> list[str]:
+    anchor = path.replace(" ", "-")
+    lines = [f"({anchor})=", f"## `{path}`", "", (command.help or "").strip().replace("``", "`"), ""]
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    if hasattr(command, "commands"):
+        return lines
+    usage = " ".join(_argument_name(p) for p in arguments)
+    lines += ["```text", f"{path} {usage} [options]".replace("  ", " "), "```", ""]
+    rows = [[f"`{_argument_name(p)}`", _clean(p.help), _default(p)] for p in arguments]
+    if rows:
+        lines += [*_table(["argument", "", "default"], rows), ""]
+    return [*lines, *_options(command), ""]
+
+
+def _options(command: Any) -> list[str]:
+    rows = []
+    for parameter in command.params:
+        if parameter.param_type_name != "option" or getattr(parameter, "hidden", False):
+            continue
+        names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+        rows.append(
+            [names + (" (repeatable)" if parameter.multiple else ""), _clean(parameter.help), _default(parameter)]
+        )
+    return _table(["option", "", "default"], rows)
+
+
+def _argument_name(parameter: Any) -> str:
+    name = str(parameter.name).upper()
+    name = f"{name} ..." if parameter.nargs == -1 else name
+    return name if parameter.required else f"[{name}]"
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    return "" if value in (None, False, (), []) or parameter.required else f"`{value}`"
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    """Every field of every section of a recipe, from the pydantic models."""
+    from modelopt_spec import config
+    from modelopt_spec.conversion import MODES
+    from modelopt_spec.data.config import RegenerateConfig
+    from modelopt_spec.training.recipe import Recipe
+
+    lines: list[str] = []
+    for name, field in Recipe.model_fields.items():
+        model = _model(field.annotation)
+        if name == "drafter":
+            lines += [
+                "## `drafter`",
+                "",
+                "`mode` (dflash, dspark or domino), `init_from` (a checkpoint or published draft to start from), "
+                "`freeze` (parts that keep the weights they start with: backbone, head, confidence), and:",
+                "",
+                *_fields(config.DrafterConfig, "drafter", skip=("algorithm",)),
+                *_mode_defaults(MODES),
+            ]
+        elif model is not None:
+            lines += [f"## `{name}`", "", _first_paragraph(model), "", *_fields(model, name)]
+            if name == "training":
+                lines += ["Every field of `transformers.TrainingArguments` may stand here too.", ""]
+    lines += ["## `mtsp data regenerate --set`", "", _first_paragraph(RegenerateConfig), ""]
+    lines += _fields(RegenerateConfig, "")
+    return "\n".join(lines) + "\n"
+
+
+def _mode_defaults(modes: dict[str, Any]) -> list[str]:
+    """What the modes set differently."""
+    rows = []
+    for name, mode in modes.items():
+        made = mode()
+        rows.append([f"`{name}`", f"`{made.head.type}`", "on" if made.confidence.enabled else "off"])
+    return ["What `mode` changes:", "", *_table(["mode", "head.type", "confidence head"], rows), ""]
+
+
+def _fields(model: type[BaseModel], path: str, skip: Sequence[str] = ()) -> list[str]:
+    """A table of a model's fields, then the tables of its nested models."""
+    rows, nested = [], []
+    for name, field in model.model_fields.items():
+        if name in skip:
+            continue
+        inner = _model(field.annotation)
+        full = f"{path}.{name}" if path else name
+        if inner is not None:
+            nested.append((full, inner))
+            continue
+        rows.append([f"`{full}`", _type(field), _field_default(field), _clean(field.description)])
+    lines = [*_table(["key", "type", "default", ""], rows), ""] if rows else []
+    for full, inner in nested:
+        lines += [f"### `{full}`", "", _first_paragraph(inner), "", *_fields(inner, full)]
+    return lines
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model of a field, if it is one (or one or None)."""
+    options = [annotation, *typing.get_args(annotation)]
+    found = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+    return found[0] if found and typing.get_origin(annotation) not in (list, tuple, dict) else None
+
+
+def _type(field: FieldInfo) -> str:
+    text = _type_name(field.annotation)
+    bounds = [
+        f"{sign} {getattr(item, name)}"
+        for item in field.metadata
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if getattr(item, name, None) is not None
+    ]
+    return text + (f", {' and '.join(bounds)}" if bounds else "")
+
+
+def _type_name(annotation: Any) -> str:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if annotation is type(None):
+        return "null"
+    if origin is tuple or origin is list:
+        inner = [part for part in parts if part is not Ellipsis]
+        return f"list of {_type_name(inner[0])}" if inner else "list"
+    if origin is dict or annotation is dict:
+        return "mapping"
+    if parts:
+        return " or ".join(_type_name(part) for part in parts)
+    if hasattr(annotation, "__members__"):
+        return ", ".join(f"`{member.value}`" for member in annotation)
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _field_default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        value = field.default_factory()  # type: ignore[call-arg]
+        return f"`{value}`" if value else ""
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "null"
+    return f"`{getattr(field.default, 'value', field.default)}`" if field.default != "" else ""
+
+
+def _first_paragraph(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").strip().split("\n\n")[0].split()).replace("``", "`")
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+
+def recipes_page() -> str:
+    """Every recipe that ships, from its YAML."""
+    from modelopt_spec.training.recipe import builtin_recipes, load_recipe
+
+    names = builtin_recipes()
+    rows = []
+    for name in names:
+        recipe = load_recipe(name)
+        head = recipe.drafter_config.get("head", {}).get("type") or {"domino": "gru", "dspark": "vanilla"}.get(
+            recipe.mode
+        )
+        backbone = recipe.drafter_config.get("backbone", {})
+        kind = backbone.get("type") or ("dense" if backbone.get("mlp") != "moe" else "moe")
+        rows.append(
+            [f"[`{name}`](#recipe-{_slug(name)})", f"`{recipe.model.name_or_path}`", recipe.mode, head or "none", kind]
+        )
+    lines = [*_table(["recipe", "target", "mode", "head", "backbone"], rows), ""]
+    for name in names:
+        lines += _recipe(name, load_recipe(name))
+    return "\n".join(lines) + "\n"
+
+
+def _recipe(name: str, recipe: Any) -> list[str]:
+    path = ROOT / "modelopt_spec" / "recipes" / f"{name}.yaml"
+    lines = [f"(recipe-{_slug(name)})=", f"## `{name}`", "", f"{recipe.metadata.description}.", ""]
+    lines += [f"Numbers from: {recipe.metadata.source}.", ""]
+    if recipe.metadata.expected:
+        lines += [*_table(["expected", ""], [[k, _clean(str(v))] for k, v in recipe.metadata.expected.items()]), ""]
+    lines += ["```bash", f"mtsp plan {name}", f"mtsp train {name} --dry-run", f"mtsp train {name}", "```", ""]
+    return [*lines, *_yaml(path), ""]
+
+
+def _yaml(path: Path) -> list[str]:
+    return ["```yaml", path.read_text(encoding="utf-8").rstrip(), "```"]
+
+
+def _slug(name: str) -> str:
+    return name.replace("/", "-").replace("_", "-")
+
+
+# ---- measured results -----------------------------------------------------------------------------------------------
+
+
+def heads_table(path: Path) -> str:
+    """The comparison of the heads, from the JSON that `mtsp compare` wrote; says so where there is none yet."""
+    if not path.is_file():
+        where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        return f"*No comparison is committed at `{where}` yet, so there are no numbers here.*\n"
+    from modelopt_spec.reports.comparison import comparison_rows
+
+    comparison = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for entry, row in zip(comparison["entries"], comparison_rows(comparison), strict=True):
+        label, tau, by_seed, intervals, microseconds, multiply_adds, state = row
+        shares = entry["runs"][0]["evaluation"]["pooled"]["conditional_acceptance"]
+        slots = " ".join("-" if share is None else f"{share:.0%}" for share in shares)
+        rows.append(
+            [label, f"{tau:.3f}", by_seed, intervals, slots, f"{microseconds:.0f}", f"{multiply_adds:,}", f"{state:,}"]
+        )
+    head = ["", "tau", "by seed", "95% intervals", "acceptance by slot", "head, µs a token", "multiply-adds", "state"]
+    first = comparison["entries"][0]["runs"][0]
+    facts = (
+        f"Measured by `mtsp compare` on {len(comparison['entries'])} entries and seeds "
+        f"{', '.join(map(str, comparison['seeds']))}: {first['training']['steps']} steps each on the same rows, "
+        f"tau on the same {first['evaluation']['pooled']['prompts']} held-out prompts in real rounds. "
+        "Acceptance by slot is conditional, of the first seed. Head time is one thread of this machine's CPU."
+    )
+    return "\n".join([*_table(head, rows), "", facts]) + "\n"
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in cells)]
+
+
+def _clean(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("``", "`")
