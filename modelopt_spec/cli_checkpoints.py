@@ -79,7 +79,10 @@ def quantize(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Quantise a draft on the blocks that it drafts, measure the accepted length before and after, and export it."""
+    """Quantise a draft, measure what it costs, export it.
+
+    Activations are calibrated on the blocks that it drafts; accepted length is measured before and after.
+    """
     model, tokenizer = call("checkpoints.opening:open_checkpoint", checkpoint, target, device=device_of(device))
     report = call(
         "checkpoints.quantised_export:quantize",
@@ -110,7 +113,10 @@ def distill(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Train another head on a drafter's frozen backbone, for an engine that does not serve the one it has."""
+    """Train another head on a frozen backbone.
+
+    For an engine that does not serve the head that it has.
+    """
     result = call(
         "checkpoints.distill:distill", checkpoint, out, head=head, steps=steps, overrides=settings or (), quiet=quiet
     )

@@ -49,7 +49,7 @@ def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         data = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{data.dtype}|{tuple(data.shape)}|".encode())
-        digest.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     return digest.hexdigest()
 
 
