@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modelopt_spec import cli_checkpoints, cli_data, cli_plan, cli_report
+from modelopt_spec import cli_checkpoints, cli_data, cli_moe, cli_plan, cli_report
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
 from modelopt_spec.errors import ConfigError
 
@@ -327,6 +327,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the application, in the order of the path."""
     measuring: list[Callable[..., None]] = [evaluate, compare, generate, calibrate, profile, simulate]
     commands: list[Callable[..., None]] = [*measuring, *cli_checkpoints.COMMANDS, cli_plan.plan, cli_report.report]
+    commands.append(cli_moe.export_beside)
     for command in commands:
         app.command()(command)
     app.add_typer(cli_data.app, name="data")

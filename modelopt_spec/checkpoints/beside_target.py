@@ -38,7 +38,7 @@ from modelopt_spec.checkpoints.safe_read import INDEX_FILE, TensorEntry, read_js
 from modelopt_spec.checkpoints.store import fingerprint_of
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
-from modelopt_spec.errors import CheckpointError
+from modelopt_spec.errors import CheckpointError, UnsupportedError
 
 __all__ = ["BesideReport", "export_beside_target"]
 
@@ -125,10 +125,12 @@ def export_beside_target(
         quiet: do not print the report.
 
     Raises:
-        UnsupportedError: a drafter that this layout cannot hold.
+        UnsupportedError: a drafter that this layout cannot hold, or experts in another form.
         CheckpointError: the target's keys contradict the drafter, ``out`` is not free or is the target itself, or what
             was written does not reproduce the drafter.
     """
+    if experts not in ("float", "mxfp4"):
+        raise UnsupportedError(f"experts is {experts!r}: it must be float or mxfp4")
     source, final = Path(target_dir).resolve(), check_free(out, overwrite=overwrite)
     if final.resolve() == source or source.is_relative_to(final.resolve()):
         raise CheckpointError(f"{final} is the target's own directory, which stays as it is: name another one")

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+import modelopt_spec as mtsp
+from modelopt_spec import cli
 from modelopt_spec.checkpoints.beside_target import export_beside_target
 from modelopt_spec.checkpoints.importing import load_drafter
+from modelopt_spec.checkpoints.preflight import check
 from modelopt_spec.checkpoints.safe_read import tensor_entries
-from modelopt_spec.errors import CheckpointError
+from modelopt_spec.errors import CheckpointError, UnsupportedError
 from tests.moe.v4 import SIZES, v4_drafter, v4_target
 
 
@@ -27,9 +31,9 @@ def _target(directory: Path, **tensors: torch.Tensor) -> Path:
     return directory
 
 
-def _model() -> Any:
+def _model(**backbone: Any) -> Any:
     model = v4_target()
-    v4_drafter(model, backbone={"num_layers": 2})
+    v4_drafter(model, backbone={"num_layers": 2, **backbone})
     return model
 
 
@@ -53,6 +57,24 @@ def test_target_stays_as_it_is_and_the_draft_is_found(tmp_path: Path, experts: A
             assert torch.equal(other.drafter.state_dict()[name], tensor), name
 
 
+def test_the_card_names_the_engines_that_load_it(tmp_path: Path) -> None:
+    """vLLM and SGLang with the window counted from the block; llama.cpp with its own rule and MXFP4 experts."""
+    target = _target(tmp_path / "target")
+    report = export_beside_target(_model(), target, tmp_path / "block", quiet=True)
+    assert report.engines == ("vllm", "sglang") and set(report.refused) == {"tensorrt_llm", "llama.cpp"}
+    assert str(tmp_path / "block") in report.launch["vllm"] and "DSPARK" in report.launch["sglang"]
+    assert check(tmp_path / "block", v4_target()).ok
+    keys = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**keys, "index_head_dim": 128}))
+    for experts, loads in (("float", False), ("mxfp4", True)):
+        model = _model(window_rule="query")
+        report = export_beside_target(model, target, tmp_path / experts, experts=experts, quiet=True)  # type: ignore[arg-type]
+        assert ("llama.cpp" in report.engines) == loads, report.refused
+        assert "rule 'block'" in report.refused["vllm"]
+        assert check(tmp_path / experts, v4_target(), engines=["llama.cpp"]).ok == loads
+    assert "--spec-type draft-dspark" in report.launch["llama.cpp"]
+
+
 def test_an_older_draft_is_left_out(tmp_path: Path) -> None:
     target = _target(tmp_path / "target", **{"mtp.0.e_proj.weight": torch.zeros(2, 2)})
     report = export_beside_target(_model(), target, tmp_path / "out", quiet=True)
@@ -70,3 +92,16 @@ def test_another_shape_and_the_targets_own_directory_are_refused(tmp_path: Path)
     with pytest.raises(CheckpointError, match="hc_eps"):
         export_beside_target(_model(), target, tmp_path / "out", quiet=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = _target(tmp_path / "target")
+    mtsp.save(_model(), tmp_path / "run")
+    arguments = ["export-beside", str(tmp_path / "run"), str(target), str(tmp_path / "out"), "--json", "-"]
+    result = CliRunner().invoke(cli.application(), [*arguments, "--quiet"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output[result.output.index("{") :])
+    assert report["engines"] == ["vllm", "sglang"] and report["linked"] == ["model.safetensors"]
+    assert report["worst_difference"] < 1e-4 and (tmp_path / "out" / "model-mtp-00001-of-00001.safetensors").is_file()
+    with pytest.raises(UnsupportedError, match="must be float or mxfp4"):
+        export_beside_target(_model(), target, tmp_path / "other", experts="int4", quiet=True)  # type: ignore[arg-type]

@@ -175,11 +175,11 @@ def _llama_target_failures(keys: Mapping[str, Any], view: View) -> None:
     ratios = [ratio for ratio in keys.get("compress_ratios") or () if ratio is not None]
     unknown = sorted(set(ratios) - set(_LLAMA_RATIOS))
     if unknown:
-        view.fails["target"] = f"compress_ratios {unknown} crash it: it knows {', '.join(map(str, _LLAMA_RATIOS))}"
+        view.fails["window"] = f"compress_ratios {unknown} crash it: it knows {', '.join(map(str, _LLAMA_RATIOS))}"
     elif ratios and 4 not in ratios:
-        view.fails["target"] = "a target without any layer of compress ratio 4 crashes it"
+        view.fails["window"] = "a target without any layer of compress ratio 4 crashes it"
     indexer = keys.get("index_head_dim")
     if indexer is not None and (indexer % _LLAMA_INDEXER or indexer == keys.get("head_dim")):
-        view.fails["target"] = (
+        view.fails["shape"] = (
             f"index_head_dim {indexer} crashes it: it must be a multiple of {_LLAMA_INDEXER} other than head_dim"
         )

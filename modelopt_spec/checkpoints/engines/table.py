@@ -5,6 +5,7 @@ Computed from the engines' own rules, so that the command line, the documentatio
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -161,21 +162,29 @@ def print_support_table(table: dict[str, Any], console: Console | None = None) -
         console.print(f"{number}  {reason}", highlight=False)
 
 
-def markdown(table: dict[str, Any]) -> str:
-    """The table for the documentation, reasons as a numbered list."""
+def markdown(table: dict[str, Any], proved: Collection[tuple[str, str, str]] = ()) -> str:
+    """The table for the documentation, reasons as a numbered list.
+
+    Args:
+        table: of :func:`support_table`.
+        proved: (kind, layout, engine) that a test served; their layouts are set in bold.
+    """
     reasons: dict[str, int] = {}
     head = ["drafter", *(f"{e['title']} {e['version']}" for e in table["engines"])]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in table["rows"]:
-        cells = [_text(cell, reasons) for cell in row["engines"].values()]
+        cells = [
+            _text(cell, reasons, {layout for kind, layout, e in proved if (kind, e) == (row["kind"], engine)})
+            for engine, cell in row["engines"].items()
+        ]
         lines.append("| " + " | ".join([row["kind"], *cells]) + " |")
     lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
     return "\n".join(lines) + "\n"
 
 
-def _text(cell: dict[str, Any], reasons: dict[str, int]) -> str:
+def _text(cell: dict[str, Any], reasons: dict[str, int], proved: Collection[str] = ()) -> str:
     """``layouts`` or ``no (n)``; new reasons get the next number."""
     if cell["served"]:
-        return ", ".join(cell["served"])
+        return ", ".join(f"**{layout}**" if layout in proved else layout for layout in cell["served"])
     number = reasons.setdefault(cell["reason"], len(reasons) + 1)
     return f"no ({number})"
