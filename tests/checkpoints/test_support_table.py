@@ -1,7 +1,9 @@
 """The support table says what really happens: every cell is exported, or refused, here; the docs hold the result."""
 
 import io
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from modelopt_spec.checkpoints.preflight import check
 from modelopt_spec.errors import UnsupportedError
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
+PROOFS = DOCS.parent / "results" / "engine_proofs.json"
 BEGIN, END = "<!-- support table: begin -->\n", "<!-- support table: end -->\n"
 CELLS = [(kind, engine) for kind in KINDS for engine in ENGINES]
 
@@ -63,15 +66,38 @@ def test_every_written_layout_is_in_the_table():
     assert named >= {"deepspec", "zlab", "domino", "speculators", "specforge", "modelopt", "nemotron"}
 
 
+def proofs():
+    """(kind, layout, engine) that the tests of tests/engines served, as their last run recorded it."""
+    if not PROOFS.is_file():
+        return set()
+    entries = json.loads(PROOFS.read_text())["proofs"]
+    return {(e["drafter"], e["layout"], e["engine"]) for e in entries if e["result"] == "passed"}
+
+
 def test_documentation_holds_the_table():
-    """Set MTSP_UPDATE_DOCS=1 to write it."""
+    """Set MTSP_UPDATE_DOCS=1 to write it; what is bold there must have been served."""
     text = DOCS.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    current = f"{before}{BEGIN}{markdown(support_table())}{END}{after}"
     if os.environ.get("MTSP_UPDATE_DOCS") == "1":
-        DOCS.write_text(current)
-    assert DOCS.read_text() == current, "docs/engines.md is out of date: run this test with MTSP_UPDATE_DOCS=1"
+        DOCS.write_text(f"{before}{BEGIN}{markdown(support_table(), proofs())}{END}{after}")
+    written = DOCS.read_text().split(BEGIN)[1].split(END)[0]
+    stale = "docs/engines.md is out of date: run this test with MTSP_UPDATE_DOCS=1"
+    assert written.replace("**", "") == markdown(support_table()), stale
+    names = [engine["name"] for engine in support_table()["engines"]]
+    for line in written.splitlines():
+        kind, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for engine, cell in zip(names, cells):
+            for layout in re.findall(r"\*\*(\w+)\*\*", cell):
+                assert (kind, layout, engine) in proofs(), stale
+
+
+def test_served_layouts_are_bold():
+    table = support_table()
+    text = markdown(table, {("DSpark vanilla", "deepspec", "vllm")})
+    row = next(line for line in text.splitlines() if line.startswith("| DSpark vanilla |"))
+    assert row.count("**deepspec**") == 1
+    assert text.replace("**", "") == markdown(table)
 
 
 def test_prints():
