@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 MANIFEST = "data.json"
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 VERSION = 1
 
 
@@ -158,10 +160,15 @@ def prepare(
         if out.exists():
             shutil.rmtree(out)
         os.rename(partial, out)
-    except BaseException:
+    except BaseException as error:
         if (partial / "rejects.jsonl").is_file():
             os.replace(partial / "rejects.jsonl", out.parent / f"{out.name}.rejects.jsonl")
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise DataError(
+                f"the rows could not be written to {str(out.parent)!r} ({error.strerror}): choose another directory or "
+                "make room. Shuffling a set over disk takes as much again as its text"
+            ) from error
         raise
     return open_prepared(out)
 

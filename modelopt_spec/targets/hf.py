@@ -16,6 +16,7 @@ from modelopt_spec.conventions import EMBEDDING_TAP
 from modelopt_spec.errors import UnsupportedError
 from modelopt_spec.records import TargetFeatures
 from modelopt_spec.targets.base import TargetShape, is_plain_linear
+from modelopt_spec.targets.elsewhere import passing
 from modelopt_spec.targets.hf_parts import own_parts
 
 __all__ = ["HFTarget", "accepts"]
@@ -217,9 +218,10 @@ class HFTarget:
         training = self.model.training
         self.model.eval()
         try:
-            with self.tapped([EMBEDDING_TAP]) as taps:
-                expected = self.model(input_ids=ids, use_cache=False).logits
-            got = self.logits(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
+            with passing(self.decoder):
+                with self.tapped([EMBEDDING_TAP]) as taps:
+                    expected = self.model(input_ids=ids, use_cache=False).logits
+                got = self.logits(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
         finally:
             self.model.train(training)
         embedded = self.embed(ids)

@@ -323,9 +323,11 @@ def _flops(
     steps: int,
     epochs: float,
 ) -> dict[str, Any]:
-    """Of a step over all ranks, and of the run; kept features are computed in the first epoch only."""
+    """Of a step over all ranks, and of the run; kept features are computed in the first epoch only, remote ones by
+    others."""
     step = StepShape.mean([shape], training.micro_batches)
-    parts = {"target": target_flops(target, step), **drafter_flops(drafter, recipe.loss, step)}
+    own_target = 0.0 if recipe.training.features == "remote" else target_flops(target, step)
+    parts = {"target": own_target, **drafter_flops(drafter, recipe.loss, step)}
     own = sum(value for name, value in parts.items() if name != "target")
     passes = steps if recipe.training.features == "online" else steps / max(1.0, epochs)
     return {"by_part": parts, "step": own + parts["target"], "run": own * steps + parts["target"] * passes}
@@ -354,6 +356,9 @@ def _memory(
         loss_rows=min(tiling.chunk_rows, math.ceil(shape.supervised)),
         loss_cells=min(tiling.cells, math.ceil(shape.supervised) * (drafter.config.vocab_size or 0)),
     )
+    if recipe.training.features == "remote":
+        ends = (target.parameters - target.layer_parameters) * target.itemsize
+        return {**found, "target": float(ends), "target_activations": 0.0}
     return {**found, "target": found["target"] / training.model_ranks}
 
 
@@ -361,8 +366,9 @@ def _cache(data: _Data, drafter: Drafter, target: TargetCost, recipe: Recipe) ->
     """Bytes of the features of all rows: on disk, from the cache's own estimate of a sample, and in memory."""
     config = drafter.config
     taps, width = len(config.target_layer_ids or ()), config.target_hidden_size or 0
-    dtype = "bf16" if target.itemsize == 2 else "float32"
-    size = estimate_cache(data.sample.rows, taps, width, dtype)
+    settings = recipe.training.cache
+    dtype = settings.dtype if settings.dtype != "auto" else "bf16" if target.itemsize == 2 else "float32"
+    size = estimate_cache(data.sample.rows, taps, width, dtype, settings.positions)
     scale = data.rows / max(1, len(data.sample))
     return {
         "bytes": size.bytes * scale,

@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from modelopt_spec.config import LossConfig, SpecConfig
 from modelopt_spec.conversion import MODES
-from modelopt_spec.data.config import DataConfig
+from modelopt_spec.data.config import CacheConfig, DataConfig
 from modelopt_spec.errors import ConfigError, nearest
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "MegatronSection",
     "ModelSection",
     "Recipe",
+    "RemoteSection",
     "TrainingSection",
     "builtin_recipes",
     "load_recipe",
@@ -65,17 +66,33 @@ class ModelSection(SpecConfig):
     trust_remote_code: bool = False
 
 
+class RemoteSection(SpecConfig):
+    """A vLLM server that runs the target and hands its hidden states over (hs-connectors)."""
+
+    base_url: str = Field(default="http://localhost:8000/v1", description="address up to and including /v1")
+    model: str | None = Field(default=None, description="name that the server knows the target by; null = the target's")
+    directory: str = Field(default="/tmp/hidden_states", description="directory that server and trainer share")
+    fp8: bool = Field(default=False, description="the server was started with the fp8 connector")
+    concurrency: int = Field(default=16, ge=1, description="requests in flight")
+    timeout: float = Field(default=120.0, gt=0, description="seconds for one request")
+    retries: int = Field(default=3, ge=0, description="further tries of a request")
+    backoff: float = Field(default=1.0, ge=0, description="seconds before the first further try; doubles")
+
+
 class TrainingSection(SpecConfig):
     """Ours, plus every field of transformers' TrainingArguments."""
 
     model_config = ConfigDict(extra="allow")
 
     num_anchors: int = Field(default=64, ge=1, description="blocks cut from each row")
-    features: Literal["online", "memory", "cached"] = Field(
+    features: Literal["online", "memory", "cached", "remote"] = Field(
         default="online",
-        description="online: run the target; memory: keep its features for later epochs; cached: keep them on disk",
+        description="online: run the target; memory: keep its features for later epochs; cached: keep them on disk; "
+        "remote: a server runs the target, whose layers are not loaded here",
     )
     cache_dir: str | None = Field(default=None, description="directory of the cached features")
+    cache: CacheConfig = Field(default_factory=CacheConfig, description="how cached features are stored")
+    remote: RemoteSection = Field(default_factory=RemoteSection, description="where remote features come from")
     max_minutes: float | None = Field(default=None, gt=0, description="stop after this time, with the state saved")
     shard_target: bool = Field(default=False, description="spread the target's layers over all ranks (FSDP2)")
     check_finite: bool = Field(default=True, description="stop with the row's index when a loss is not finite")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,14 +107,7 @@ def train(
             trust_remote_code=model_section.trust_remote_code,
         )
         data = load_datasets(loaded.data, tokenizer, quiet=quiet or not arguments.should_log)
-    model = load_target(
-        model_section.name_or_path,
-        dtype=model_section.dtype,
-        revision=model_section.revision,
-        attn_implementation=model_section.attn_implementation,
-        trust_remote_code=model_section.trust_remote_code,
-        device=None if shard else arguments.device,
-    )
+    model = _load(loaded, None if shard else arguments.device)
     if shard:
         sharding.shard_target(model, arguments.device)
     torch.manual_seed(arguments.seed)
@@ -137,6 +131,22 @@ def train(
             export(model, destination, engines=loaded.export.engines, overwrite=True, quiet=quiet)
     ranks.wait(arguments)
     return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by, arguments.process_index)
+
+
+def _load(recipe: Recipe, device: torch.device | None) -> nn.Module:
+    """The target; where a server runs it, its ends only."""
+    section = recipe.model
+    common: dict[str, Any] = {
+        "dtype": section.dtype,
+        "revision": section.revision,
+        "trust_remote_code": section.trust_remote_code,
+        "device": device,
+    }
+    if recipe.training.features == "remote":
+        from modelopt_spec.targets.ends import load_ends
+
+        return load_ends(section.name_or_path, **common)
+    return load_target(section.name_or_path, attn_implementation=section.attn_implementation, **common)
 
 
 def _begin(output_dir: Path, resume: bool, arguments: TrainingArguments) -> Path | None:
@@ -222,6 +232,8 @@ def _feature_source(
     """The target itself, with or without memory, or a cache on disk that is written first if it is not there."""
     drafter, section = model.drafter, recipe.training
     layer_ids = drafter.config.target_layer_ids or ()
+    if section.features == "remote":
+        return _remote(model, recipe, layer_ids)
     online = OnlineFeatures(drafter.target, layer_ids)
     if section.features == "online":
         return online
@@ -234,24 +246,36 @@ def _feature_source(
         raise ConfigError("training.features is 'cached': name the directory of the cache in training.cache_dir")
     identity = {**data.identity, "target": target_fingerprint(model), "data": data.train_report.fingerprint}
     rank, world = arguments.process_index, arguments.world_size
+    write = functools.partial(
+        write_cache, drafter.target, data.train, layer_ids, section.cache_dir, identity, section.cache, world_size=world
+    )
     if world > 1:
         no_shards = world
         with arguments.main_process_first(local=False):
-            write_cache(
-                drafter.target,
-                data.train,
-                layer_ids,
-                section.cache_dir,
-                identity,
-                rank=no_shards,
-                world_size=world,
-                quiet=True,
-            )
-    write_cache(
-        drafter.target, data.train, layer_ids, section.cache_dir, identity, rank=rank, world_size=world, quiet=quiet
-    )
+            write(rank=no_shards, quiet=True)
+    write(rank=rank, quiet=quiet)
     ranks.wait(arguments)
     return CachedFeatures(section.cache_dir, layer_ids, identity, fallback=online)
+
+
+def _remote(model: Any, recipe: Recipe, layer_ids: Sequence[int]) -> FeatureSource:
+    """Features of the server that the recipe names."""
+    from modelopt_spec.targets.ends import final_norm
+    from modelopt_spec.targets.remote import RemoteFeatures, file_transfer
+
+    section = recipe.training.remote
+    return RemoteFeatures(
+        section.base_url,
+        section.model or recipe.model.name_or_path,
+        layer_ids,
+        final_norm(model),
+        file_transfer(section.directory, section.fp8),
+        dtype=model.get_input_embeddings().weight.dtype,
+        concurrency=section.concurrency,
+        timeout=section.timeout,
+        retries=section.retries,
+        backoff=section.backoff,
+    )
 
 
 def _run(trainer: DraftTrainer, checkpoint: Path | None, max_minutes: float | None, *, quiet: bool) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +236,19 @@ def test_prepared_directories_open_again_and_notice_damage(tokenizer, tmp_path) 
     shard.write_bytes(bytes(content[:-10]))
     with pytest.raises(DataError, match="cut short"):
         open_prepared(out)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tokenizer, tmp_path, monkeypatch) -> None:
+    from modelopt_spec.data import store
+
+    def full(*args, **kwargs) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = write(tmp_path / "a.jsonl", rows_of(20))
+    monkeypatch.setattr(store.pa.ipc, "new_stream", full)
+    with pytest.raises(DataError, match=r"could not be written .*No space left.*make room"):
+        prepare(DataConfig(train=path), tokenizer, tmp_path / "rows", quiet=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_the_cache_is_used_again_and_follows_its_inputs(tokenizer, tmp_path) -> None:

@@ -12,11 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from modelopt_spec.data.collate import collate_rows
-from modelopt_spec.errors import DataError
+from modelopt_spec.errors import DataError, UnsupportedError
 from modelopt_spec.targets.base import open_target
+from modelopt_spec.targets.ends import load_ends
+from modelopt_spec.targets.load import load_target
 from modelopt_spec.targets.remote import RemoteFeatures, file_transfer, launch_arguments
+from modelopt_spec.training.plan import plan
+from modelopt_spec.training.train import train
 from tests.data.test_feature_cache import TAPS, make_rows, online, pack
 from tests.tiny import tiny
+from tests.training.tiny_run import losses, make_recipe, make_target, state_of, write_chats
 
 pytest.importorskip("hs_connectors")
 
@@ -132,3 +137,53 @@ def test_fp8_launch_line_names_the_connector_module() -> None:
     transfer = json.loads(arguments[-1])
     assert transfer["kv_connector_module_path"] == "hs_connectors.fp8_hidden_states_connector"
     assert arguments[:3] == ["vllm", "serve", "m"]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def material(tmp_path) -> tuple[Path, Path]:
+    return make_target(tmp_path / "target"), write_chats(tmp_path / "chats.jsonl", 12)
+
+
+@pytest.fixture
+def server(material, tmp_path):
+    folder = tmp_path / "states"
+    folder.mkdir()
+    fake = FakeVllm(load_target(str(material[0]), dtype="float32"), folder, [1, 3, 4])
+    yield fake
+    fake.http.shutdown()
+    fake.http.server_close()
+
+
+def test_ends_are_those_of_the_target_and_its_layers_are_not_there(material) -> None:
+    whole, ends = load_target(str(material[0])), load_ends(str(material[0]))
+    expected, found = open_target(whole), open_target(ends)
+    assert found.shape == expected.shape
+    ids, hidden = torch.arange(12), torch.randn(3, 32)
+    assert torch.equal(found.embed(ids), expected.embed(ids))
+    assert torch.equal(found.logits(hidden), expected.logits(hidden))
+    assert not any("layers" in name for name in ends.state_dict())
+    assert ends.config.to_dict() == whole.config.to_dict()
+    with pytest.raises(UnsupportedError, match="without its layers"):
+        found.features(ids[None], (0, 2))
+
+
+@pytest.mark.parametrize("mode", ["dspark", "domino"])
+def test_a_recipe_trains_from_a_server_as_from_the_target(material, server, tmp_path, mode: str) -> None:
+    remote = {"base_url": server.url, "model": "x", "directory": str(tmp_path / "states"), "backoff": 0.01}
+    found = train(make_recipe(*material, tmp_path / "remote", mode, features="remote", remote=remote), quiet=True)
+    expected = train(make_recipe(*material, tmp_path / "online", mode), quiet=True)
+    assert len(server.prompts) == 6 * 4, "one request a row and step"
+    assert losses(found.report) == pytest.approx(losses(expected.report), rel=1e-5)
+    for name, tensor in state_of(expected.model.drafter).items():
+        torch.testing.assert_close(found.model.drafter.state_dict()[name], tensor, rtol=1e-4, atol=1e-4)
+    assert list((tmp_path / "states").iterdir()) == [], "what was read is removed"
+
+
+def test_a_plan_leaves_the_layers_to_the_server(material, tmp_path) -> None:
+    here = plan(make_recipe(*material, tmp_path / "run"))
+    there = plan(make_recipe(*material, tmp_path / "run", features="remote"))
+    assert there["flops"]["by_part"]["target"] == 0
+    assert there["memory"]["rank"]["target"] < here["memory"]["rank"]["target"]

@@ -18,8 +18,10 @@ import torch
 from transformers import TrainerCallback
 
 import modelopt_spec as mtsp
+from modelopt_spec.checkpoints.export import export
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.records import TargetFeatures
+from modelopt_spec.targets.load import load_target
 from modelopt_spec.training import run_checkpoints, trainer
 from modelopt_spec.training import train as train_module
 from modelopt_spec.training.features import OnlineFeatures
@@ -168,12 +170,21 @@ def test_a_checkpoint_without_optimizer_is_not_resumed(material, tmp_path) -> No
 
 
 def test_every_checkpoint_restores_onto_the_target(whole, material) -> None:
-    from modelopt_spec.targets.load import load_target
-
     for step in (2, 4, 6):
         model = load_target(str(material[0]))
         mtsp.restore(model, whole.output_dir / f"checkpoint-{step}")
         assert model.drafter.config == whole.model.drafter.config
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_every_checkpoint_can_be_exported(whole, material, tmp_path, step: int) -> None:
+    directory = tmp_path / "draft"
+    export(whole.output_dir / f"checkpoint-{step}", directory, engines=("vllm", "llama.cpp"), quiet=True)
+    found = mtsp.load_drafter(directory, load_target(str(material[0])), quiet=True).drafter
+    original = mtsp.restore(load_target(str(material[0])), whole.output_dir / f"checkpoint-{step}").drafter
+    assert found.config.block_size == original.config.block_size
+    for name, tensor in original.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name].float(), tensor, rtol=1e-2, atol=1e-2)
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------

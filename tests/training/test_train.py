@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import modelopt_spec as mtsp
-from modelopt_spec.errors import ConfigError
+from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.targets.cached import CachedFeatures
 from modelopt_spec.targets.load import load_target
 from modelopt_spec.training import train as train_module
+from modelopt_spec.training.plan import plan
 from modelopt_spec.training.recipe import LOSS_DEFAULTS
 from modelopt_spec.training.train import train
 from tests.training.tiny_run import losses, make_recipe, make_target, recipe_values, state_of, write_chats, write_recipe
@@ -79,6 +80,22 @@ def test_memory_and_cached_features_train_like_online_ones(material, tmp_path, m
         np.testing.assert_allclose(losses(other.report), losses(online.report), rtol=1e-6)
         for name, tensor in state_of(online.model.drafter).items():
             torch.testing.assert_close(other.model.drafter.state_dict()[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_a_recipe_says_how_features_are_stored(material, tmp_path) -> None:
+    options = {"max_steps": 4, "save_strategy": "no", "features": "cached", "cache_dir": str(tmp_path / "cache")}
+    online = train(make_recipe(*material, tmp_path / "online", max_steps=4, save_strategy="no"), quiet=True)
+    rough = make_recipe(*material, tmp_path / "fp8", cache={"dtype": "fp8", "positions": "all"}, **options)
+    expected_bytes = plan(rough)["cache"]["bytes"]
+    found = train(rough, quiet=True)
+    index = json.loads((tmp_path / "cache" / "index.json").read_text())
+    assert (index["dtype"], index["positions"]) == ("fp8", "all")
+    written = sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.safetensors"))
+    assert expected_bytes == pytest.approx(written, rel=0.05)
+    np.testing.assert_allclose(losses(found.report), losses(online.report), rtol=0.02)
+    assert losses(found.report) != losses(online.report), "fp8 taps are not the target's own"
+    with pytest.raises(DataError, match=r"cache\.max_gb"):
+        train(make_recipe(*material, tmp_path / "tight", cache={"max_gb": 1e-6}, **options), quiet=True)
 
 
 def test_packed_recipes_and_dpace_train(material, tmp_path) -> None:
