@@ -48,6 +48,9 @@ footer { color: var(--soft); font-size: 13px; }
 """.strip()
 
 
+LAST_LOGS = 8
+
+
 def write_report(
     directory: str | Path, out: str | Path | None = None, *, more: Sequence[str | Path] = ()
 ) -> dict[str, Any]:
@@ -141,9 +144,10 @@ def _tiles(run: RunFiles) -> str:
             tiles.append((f"{baseline['speedup']:.2f}×", "this package's decoding against plain generate"))
     for found in run.of("training")[:1]:
         report = found.content
-        last: Mapping[str, Any] = next((entry for entry in reversed(report["curves"]) if "loss" in entry), {})
-        if "tau" in last:
-            tiles.append((f"{last['tau']:.3f}", "accepted length on training rows, last log"))
+        taus = training.series(report["curves"], "tau")[1][-LAST_LOGS:]
+        if taus:
+            where = f"accepted length on training rows, mean of the last {len(taus)} logs"
+            tiles.append((f"{sum(taus) / len(taus):.3f}", where))
         tiles.append((f"{report['steps']:,}", f"optimizer steps in {_duration(report['seconds'])}"))
         tiles.append((_count(report["trainable_parameters"]), "trainable parameters"))
     for found in run.of("calibration")[:1]:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from modelopt_spec.training.curves import TERMS
 
-__all__ = ["draw_training", "series"]
+__all__ = ["draw_training", "running_mean", "series"]
 
 _COLOURS = ("#1f6fb4", "#d98c2b", "#3a8f5c", "#a8456b", "#6a5aa8", "#7a7a7a")
 
@@ -25,12 +25,20 @@ def series(curves: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], l
     return [step for step, _ in points], [value for _, value in points]
 
 
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and the ``width - 1`` before it (fewer at the start)."""
+    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+
+
 def draw_training(report: Mapping[str, Any], path: str | Path) -> Path:
-    """Draw the curves of a training report into one file; quantities that were not logged are left out."""
+    """Draw the curves of a training report into one file; quantities that were not logged are left out.
+
+    Accepted length and acceptance are running means over an eighth of the logs, beside the thin raw line of tau.
+    """
     curves = report["curves"]
     figure, grid = plt.subplots(2, 2, figsize=(10.4, 6.2), layout="constrained", sharex=True)
     _draw(grid[0, 0], curves, ["loss", *TERMS], "loss and its terms", log=True)
-    _draw(grid[0, 1], curves, ["tau", "tau_probability", "eval_tau"], "accepted length, bonus included")
+    _draw(grid[0, 1], curves, ["tau", "tau_probability", "eval_tau"], "accepted length, bonus included", smooth=True)
     _draw_slots(grid[1, 0], curves)
     _draw(grid[1, 1], curves, ["grad_norm"], "gradient norm", log=True)
     rate = grid[1, 1].twinx()
@@ -46,13 +54,23 @@ def draw_training(report: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def _draw(
-    axes: Axes, curves: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, *, log: bool = False
+    axes: Axes,
+    curves: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    title: str,
+    *,
+    log: bool = False,
+    smooth: bool = False,
 ) -> None:
     colours = iter(_COLOURS * 2)
     for name in names:
         steps, values = series(curves, name)
         if steps and any(values):
-            axes.plot(steps, values, color=next(colours), linewidth=1.3, label=name.replace("_", " "))
+            colour, width = next(colours), max(1, len(values) // 8)
+            if smooth and width > 1:
+                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+                values = running_mean(values, width)
+            axes.plot(steps, values, color=colour, linewidth=1.4, label=name.replace("_", " "))
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
     if log and axes.lines:
@@ -70,7 +88,8 @@ def _draw_slots(axes: Axes, curves: Sequence[Mapping[str, Any]]) -> None:
     for index, name in enumerate(names):
         steps, values = series(curves, name)
         slot = name.split("/")[1]
-        axes.plot(steps, values, color=shades(index / max(1, len(names))), linewidth=1.1, label=f"slot {slot}")
+        values = running_mean(values, max(1, len(values) // 8))
+        axes.plot(steps, values, color=shades(index / max(1, len(names))), linewidth=1.3, label=f"slot {slot}")
     axes.set_title("acceptance on training rows, given all slots before", fontsize=10)
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.25)

@@ -44,8 +44,9 @@ def compare_recipes(
         limit: prompts of each file. max_new_tokens: tokens of each answer.
 
     Returns:
-        ``{"kind": "mtsp.comparison", "entries": [{"name", "recipe", "overrides", "runs": [{"seed", "training",
-        "evaluation", "directory"}], "head_cost"}]}``; also in ``comparison.json``.
+        Also in ``comparison.json``: ``kind`` "mtsp.comparison", ``seeds``, ``prompts`` and ``entries``, each with
+        ``name``, ``recipe``, ``overrides``, ``head_cost`` and ``runs`` (``seed``, ``training``, ``evaluation``,
+        ``directory``).
     """
     directory = Path(out)
     result: dict[str, Any] = {
