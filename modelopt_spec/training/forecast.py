@@ -1,17 +1,20 @@
 """How far would more training get: accepted length against tokens, extrapolated from the curve of a shorter run.
 
-    tau(n) = ceiling - gain * (n / n_mid)^-exponent            1 <= ceiling <= K + 1,  gain >= 0
+Two laws of the tokens n seen are fitted, because a short curve does not tell which one holds:
 
-a saturating power law of the tokens n seen. For each exponent of a grid the other two follow from least squares, so the
-fit is exact and needs no start. The interval comes from a block bootstrap: residuals of neighbouring points depend on
-each other, so they are drawn in runs.
+    power    tau(n) = ceiling - gain * (n / n_mid)^-exponent            1 <= ceiling <= K + 1,  gain >= 0
+    rise     tau(n) = 1 + (ceiling - 1) / (1 + (half / n)^exponent)     1 <= ceiling <= K + 1
+
+The first only flattens, the second begins slowly, as drafters do. For each point of a grid the rest follows from least
+squares, so both fits need no start. The interval pools both laws over a block bootstrap: residuals of neighbouring
+points depend on each other, so they are drawn in runs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,16 @@ import numpy as np
 
 from modelopt_spec.errors import DataError
 
-__all__ = ["Fit", "curve_of", "fit_tau", "forecast"]
+__all__ = ["Fit", "Rise", "curve_of", "fit_rise", "fit_tau", "forecast"]
 
 EXPONENTS = np.linspace(0.05, 2.0, 79)
-MIN_POINTS = 8
+RISE_EXPONENTS = np.linspace(0.25, 4.0, 31)
+MIN_POINTS, MOST_POINTS = 8, 200
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted curve."""
+    """A fitted power law."""
 
     ceiling: float
     """Accepted length that it approaches."""
@@ -39,6 +43,20 @@ class Fit:
     def __call__(self, tokens: Any) -> Any:
         """tau at a number of tokens, or at an array of them."""
         return self.ceiling - self.gain * (np.asarray(tokens, dtype=float) / self.n_mid) ** -self.exponent
+
+
+@dataclass(frozen=True)
+class Rise:
+    """A fitted rise from 1."""
+
+    ceiling: float
+    half: float
+    """Tokens at half of the way."""
+    exponent: float
+
+    def __call__(self, tokens: Any) -> Any:
+        """tau at a number of tokens, or at an array of them."""
+        return 1 + (self.ceiling - 1) / (1 + (self.half / np.asarray(tokens, dtype=float)) ** self.exponent)
 
 
 def fit_tau(tokens: Sequence[float] | np.ndarray, tau: Sequence[float] | np.ndarray, *, limit: float) -> Fit:
@@ -61,6 +79,24 @@ def fit_tau(tokens: Sequence[float] | np.ndarray, tau: Sequence[float] | np.ndar
     errors = ((ceilings[..., None] - gains[..., None] * shapes - y) ** 2).sum(-1)
     kind, row = np.unravel_index(int(errors.argmin()), errors.shape)
     return Fit(float(ceilings[kind, row]), float(gains[kind, row]), float(EXPONENTS[row]), mid)
+
+
+def fit_rise(tokens: Sequence[float] | np.ndarray, tau: np.ndarray, *, limit: float) -> list[Rise]:
+    """Least squares fits of the rise to several curves over the same tokens.
+
+    Args:
+        tokens: seen at each point, positive, [n].
+        tau: accepted lengths, [curves, n].
+        limit: largest possible value, K + 1.
+    """
+    n, y = np.asarray(tokens, dtype=float), np.atleast_2d(np.asarray(tau, dtype=float)) - 1
+    halves = np.geomspace(n.min() / 3, n.max() * 100, 60)
+    half, exponent = (grid.ravel() for grid in np.meshgrid(halves, RISE_EXPONENTS, indexing="ij"))
+    shapes = 1 / (1 + (half[:, None] / n) ** exponent[:, None])
+    products, squares = y @ shapes.T, (shapes**2).sum(1)
+    gains = np.clip(products / squares, 0, limit - 1)
+    best = (gains**2 * squares - 2 * gains * products).argmin(1)
+    return [Rise(1 + float(gains[row, at]), float(half[at]), float(exponent[at])) for row, at in enumerate(best)]
 
 
 def _candidates(shapes: np.ndarray, y: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
@@ -117,8 +153,9 @@ def forecast(
         seed: of the bootstrap.
 
     Returns:
-        ``fit`` (ceiling, gain, exponent, n_mid), ``noise`` (standard deviation of the residuals), ``metric``,
-        ``points``, ``tokens`` (seen), ``at``: one entry each with tokens, tau, low and high; and ``caveats``.
+        ``laws`` (power: ceiling, gain, exponent, n_mid; rise: ceiling, half, exponent), ``noise`` (standard deviation
+        of the residuals), ``metric``, ``points``, ``tokens`` (seen), ``at``: one entry each with tokens, tau (the
+        median), low and high; and ``caveats``.
 
     Raises:
         DataError: a curve of fewer than 8 points.
@@ -134,27 +171,38 @@ def forecast(
         )
     limit = float(content["recipe"]["drafter"].get("block_size", 7)) + 1
     wanted = np.asarray(at_tokens if at_tokens is not None else [2 * n[-1], 4 * n[-1], 10 * n[-1]], dtype=float)
-    fit = fit_tau(n, y, limit=limit)
-    residuals = y - fit(n)
-    runs = _resampled(residuals, resamples, np.random.default_rng(seed))
-    predictions = np.array([fit_tau(n, fit(n) + noise, limit=limit)(wanted) for noise in runs])
-    low, high = np.quantile(predictions, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    centre = fit(wanted)
+    n, y = _thinned(n, y)
+    generator = np.random.default_rng(seed)
+    power, rise = fit_tau(n, y, limit=limit), fit_rise(n, y, limit=limit)[0]
+    noisy = {law: law(n) + _resampled(y - law(n), resamples, generator) for law in (power, rise)}
+    predictions = np.array(
+        [fit_tau(n, curve, limit=limit)(wanted) for curve in noisy[power]]
+        + [found(wanted) for found in fit_rise(n, noisy[rise], limit=limit)]
+    )
+    low, centre, high = np.quantile(predictions, [(1 - level) / 2, 0.5, (1 + level) / 2], axis=0)
     return {
         "kind": "modelopt_spec.forecast",
         "version": 1,
         "metric": metric,
-        "points": len(n),
+        "points": len(tokens[kept]),
         "tokens": float(n[-1]),
-        "fit": {"ceiling": fit.ceiling, "gain": fit.gain, "exponent": fit.exponent, "n_mid": fit.n_mid},
-        "noise": float(residuals.std()),
+        "laws": {"power": asdict(power), "rise": asdict(rise)},
+        "noise": float((y - power(n)).std()),
         "level": level,
         "at": [
-            {"tokens": float(t), "tau": float(c), "low": float(min(a, c)), "high": float(max(b, c))}
+            {"tokens": float(t), "tau": float(c), "low": float(a), "high": float(b)}
             for t, c, a, b in zip(wanted, centre, low, high, strict=True)
         ],
         "caveats": _caveats(content, metric, float(n[-1]), float(wanted.max())),
     }
+
+
+def _thinned(n: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbouring points of a long curve averaged, so that at most ``MOST_POINTS`` are left."""
+    size = -(-len(n) // MOST_POINTS)
+    starts = np.arange(0, len(n), size)
+    counts = np.diff([*starts, len(n)])
+    return np.add.reduceat(n, starts) / counts, np.add.reduceat(y, starts) / counts
 
 
 def _resampled(residuals: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from modelopt_spec.errors import ConfigError, DataError
-from modelopt_spec.training.forecast import Fit, curve_of, fit_tau, forecast
+from modelopt_spec.training.forecast import Fit, Rise, curve_of, fit_rise, fit_tau, forecast
 from modelopt_spec.training.plan import GPUS, plan, print_plan
 from modelopt_spec.training.recipe import Recipe
 from modelopt_spec.training.train import train
@@ -153,6 +153,40 @@ def test_the_fit_is_the_best_of_a_brute_search() -> None:
     for exponent in np.linspace(0.05, 2, 40):
         others = ceilings[..., None] - gains[..., None] * (tokens / fit.n_mid) ** -exponent
         assert ((others - tau) ** 2).sum(-1).min() >= error - 1e-9
+
+
+def test_a_slow_start_is_recovered_and_no_grid_point_is_better() -> None:
+    tokens, truth = np.geomspace(1e4, 1e6, 40), Rise(ceiling=2.4, half=3e5, exponent=1.5)
+    noise = np.random.default_rng(5).normal(0, 0.03, (3, 40))
+    exact, *noisy = fit_rise(tokens, np.stack([truth(tokens), *(truth(tokens) + noise)]), limit=8)
+    assert exact(2e6) == pytest.approx(truth(2e6), rel=0.02)
+    for curve, found in zip(truth(tokens) + noise, noisy, strict=True):
+        assert found(2e6) == pytest.approx(truth(2e6), rel=0.15)
+        error = ((found(tokens) - curve) ** 2).sum()
+        for half in np.geomspace(1e4, 1e8, 25):
+            for exponent in np.linspace(0.25, 4, 16):
+                for ceiling in np.linspace(1, 8, 15):
+                    assert ((Rise(ceiling, half, exponent)(tokens) - curve) ** 2).sum() >= 0.98 * error
+
+
+def test_both_laws_are_in_the_interval() -> None:
+    """A curve that begins slowly: the power law alone flattens too early."""
+    tokens, truth = np.linspace(1e4, 3e5, 60), Rise(ceiling=2.4, half=3e5, exponent=2.0)
+    noise = np.random.default_rng(1).normal(0, 0.02, 60)
+    found = forecast(report_of(tokens, truth(tokens) + noise), [6e5])
+    (point,) = found["at"]
+    assert point["low"] <= truth(6e5) <= point["high"]
+    assert set(found["laws"]) == {"power", "rise"}
+    alone = fit_tau(tokens[6:], truth(tokens)[6:], limit=8)(6e5)
+    assert abs(alone - truth(6e5)) > 0.05
+
+
+def test_long_curves_are_thinned_not_cut() -> None:
+    tokens = np.linspace(1e4, 1e6, 1500)
+    noise = np.random.default_rng(2).normal(0, 0.1, 1500)
+    found = forecast(report_of(tokens, TRUTH(tokens) + noise), [2e6], resamples=40)
+    assert found["points"] == 1350
+    assert found["at"][0]["tau"] == pytest.approx(TRUTH(2e6), abs=0.05)
 
 
 def test_limits_hold() -> None:
