@@ -37,6 +37,7 @@ from modelopt_spec.training.module import block_settings
 from modelopt_spec.versions import versions
 
 MODE_OF = {"none": "dflash", "vanilla": "dspark", "gated": "dspark", "rnn": "dspark", "gru": "domino"}
+ANCHORS, SEQS, VOCABS = (32, 64, 128, 256), (512, 1024, 2048), (32000, 151936)
 LOSS_OF = {
     "none": LossWeights(ce=1.0),
     "gru": LossWeights(ce=0.6, base_ce=0.4),
@@ -166,13 +167,15 @@ def measure(head: str, sizes: StepSizes, repeats: int, peer: bool) -> dict[str, 
     return result
 
 
-def sweep(heads: list[str], quick: bool) -> list[tuple[str, StepSizes]]:
-    """The sizes of the sweep: N and S at V 32000, V 151936 at N 64."""
+def sweep(heads: list[str], size: str) -> list[tuple[str, StepSizes]]:
+    """Heads and sizes. quick: N 64; axes: each of N, S and V varied alone; full: all combinations."""
     base = StepSizes()
-    points = [replace(base, anchors=n) for n in ((64,) if quick else (32, 64, 128, 256))]
-    if not quick:
-        points += [replace(base, seq=s) for s in (1024, 2048)]
-        points.append(replace(base, vocab=151936))
+    points = [base]
+    if size == "axes":
+        points = [replace(base, anchors=n) for n in ANCHORS] + [replace(base, seq=s) for s in SEQS[1:]]
+        points.append(replace(base, vocab=VOCABS[1]))
+    if size == "full":
+        points = [replace(base, anchors=n, seq=s, vocab=v) for v in VOCABS for s in SEQS for n in ANCHORS]
     return [(head, sizes) for sizes in points for head in heads]
 
 
@@ -195,15 +198,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", default="none,vanilla,gated,rnn,gru")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="N 64, S 512, V 32000 only")
+    parser.add_argument("--sweep", choices=["quick", "axes", "full"], default="axes", help="quick: N 64 only")
+    parser.add_argument("--resume", action="store_true", help="keep what the output file holds and measure the rest")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
-    for head, sizes in sweep(options.heads.split(","), options.quick):
+    file = options.out / "train_step.json"
+    results: list[dict[str, Any]] = json.loads(file.read_text())["results"] if options.resume and file.exists() else []
+    done = [(result["head"], result["sizes"]) for result in results]
+    for head, sizes in sweep(options.heads.split(","), options.sweep):
+        if (head, asdict(sizes)) in done:
+            continue
         result = measure(head, sizes, options.repeats, not options.no_peers)
         results.append(result)
         over = result["over_floor"]
@@ -213,9 +221,8 @@ def main() -> None:
             line += f"  peak {result['peak_mib']['ours']:.0f} / {result['peak_mib']['modelopt']:.0f} MiB"
             line += f" = {result['peak_ratio']:.2f}"
         print(line, flush=True)
-        (options.out / "train_step.json").write_text(
-            json.dumps({"versions": versions(), "repeats": options.repeats, "results": results}, indent=1) + "\n"
-        )
+        summary = {"versions": versions(), "repeats": options.repeats, "results": results}
+        file.write_text(json.dumps(summary, indent=1) + "\n")
     draw(results, options.out / "train_step.png")
 
 

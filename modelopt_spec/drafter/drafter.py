@@ -167,8 +167,11 @@ class Drafter(nn.Module, ABC):
     def forward(self, features: TargetFeatures, blocks: BlockBatch, position_ids: Tensor | None = None) -> BlockOutput:
         """The training pass over teacher-forced blocks."""
         hidden, confidence_hidden = self.encode(self.context(features.taps), blocks, position_ids)
-        latents = None if self.head is None else self.head.latents(blocks.prev_ids, hidden)
-        return BlockOutput(hidden, latents, self.confidence(confidence_hidden, blocks.prev_ids))
+        if self.head is None:
+            return BlockOutput(hidden, None, self.confidence(confidence_hidden, blocks.prev_ids))
+        with self.head.one_lookup():
+            latents = self.head.latents(blocks.prev_ids, hidden)
+            return BlockOutput(hidden, latents, self.confidence(confidence_hidden, blocks.prev_ids))
 
     def confidence(self, confidence_hidden: Tensor, prev_ids: Tensor) -> Tensor | None:
         """Confidence logits [...] of slots with hidden [..., D] after tokens [...]; None without a confidence head."""

@@ -11,7 +11,8 @@ Legend: K slots, D hidden, R rank, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,6 +96,23 @@ class CorrectionHead(nn.Module, ABC):
     def prev_embedding(self, prev_ids: Tensor) -> Tensor:
         """The head's embedding of the previous token, [...] -> [..., E]: what a confidence head may read."""
         raise NotImplementedError(f"{type(self).__name__} embeds no previous token")
+
+    @contextmanager
+    def one_lookup(self) -> Iterator[None]:
+        """Inside, :meth:`prev_embedding` of the same tensor of ids runs once: each lookup costs a dense gradient."""
+        lookup = self.prev_embedding
+        found: dict[str, Tensor] = {}
+
+        def remembered(prev_ids: Tensor) -> Tensor:
+            if found.get("ids") is not prev_ids:
+                found.update(ids=prev_ids, embedding=lookup(prev_ids))
+            return found["embedding"]
+
+        self.__dict__["prev_embedding"] = remembered
+        try:
+            yield
+        finally:
+            del self.__dict__["prev_embedding"]
 
     @property
     def prev_embedding_dim(self) -> int:
