@@ -32,8 +32,8 @@ from modelopt_spec.versions import versions
 BLOCK, PHRASE = 2000, 30
 
 
-def write_set(path: Path, size: int, words_per_row: int, seed: int = 0) -> int:
-    """Conversations of random words until the file has ``size`` bytes; returns their number."""
+def write_set(path: Path, size: int, words_per_row: int, seed: int = 0) -> None:
+    """Conversations of random words until the file has ``size`` bytes."""
     generator = np.random.default_rng(seed)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = np.array(["".join(generator.choice(letters, size=int(n))) for n in generator.integers(3, 9, size=5000)])
@@ -50,7 +50,6 @@ def write_set(path: Path, size: int, words_per_row: int, seed: int = 0) -> int:
                 rows += 1
                 if written >= size:
                     break
-    return rows
 
 
 def write_target(path: Path) -> None:
@@ -121,6 +120,7 @@ def watch(command: list[str], prepared: Path, log: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 1.0], help="sizes, in 10^9 bytes")
+    parser.add_argument("--set", type=Path, help="a JSONL set that is there already, instead of --gb")
     parser.add_argument("--words", type=int, default=600, help="of a conversation")
     parser.add_argument("--max-samples", type=int, help="conversations that are tokenized; default: all")
     parser.add_argument("--memory-mb", type=int, default=64)
@@ -129,22 +129,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
-    for size in args.gb:
+    sizes = [args.set.stat().st_size / 1e9] if args.set else args.gb
+    for size in sizes:
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
             folder = Path(name)
-            rows = write_set(folder / "set.jsonl", round(size * 1e9), args.words)
+            data = args.set or folder / "set.jsonl"
+            if not args.set:
+                write_set(data, round(size * 1e9), args.words)
             write_target(folder / "target")
             file = folder / "recipe.yaml"
-            file.write_text(yaml.safe_dump(recipe(folder / "target", folder / "set.jsonl", folder, args)))
+            file.write_text(yaml.safe_dump(recipe(folder / "target", data, folder, args)))
             command = [sys.executable, "-m", "modelopt_spec.cli", "train", str(file), "--quiet"]
             peaks = watch(command, folder / "prepared", folder / "log")
             shards = sum(path.stat().st_size for path in (folder / "prepared").rglob("*.arrow"))
             report = json.loads((folder / "run" / "report.json").read_text())
             results.append(
                 {
-                    "gb": size,
-                    "rows": rows,
-                    "trained_rows": report["data"]["train"]["samples"],
+                    "gb": round(size, 3),
+                    "rows": report["data"]["train"]["rows_read"],
+                    "tokenized_rows": report["data"]["train"]["samples"],
                     "steps": report["steps"],
                     "arrow_mb": round(shards / 1e6),
                     "memory_mb": args.memory_mb,

@@ -110,6 +110,28 @@ def test_drafters_with_experts_are_planned(material, tmp_path: Path) -> None:
     assert routed["flops"]["by_part"]["target"] == dense["flops"]["by_part"]["target"]
 
 
+def test_megatron_ranks_share_a_model(material, tmp_path: Path) -> None:
+    values = make_recipe(*material, tmp_path / "run", max_steps=10).model_dump()
+    split = Recipe(**{**values, "megatron": {"tensor": 2}})
+    found, plain = plan(split, gpus=4), plan(Recipe(**values), gpus=2)
+    assert found["steps"]["rows_per_step"] == plain["steps"]["rows_per_step"]
+    assert found["memory"]["rank"]["target"] == pytest.approx(plain["memory"]["rank"]["target"] / 2)
+    assert found["time"]["hours"] == pytest.approx(plain["time"]["hours"] / 2)
+    with pytest.raises(ConfigError, match=r"gpus is 3, .* over 2 ranks"):
+        plan(split, gpus=3)
+
+
+def test_memory_is_that_of_the_longest_rows(material, tmp_path: Path) -> None:
+    recipe = make_recipe(*material, tmp_path / "run", per_device_train_batch_size=1)
+    mean, peak = plan(recipe, rows=1000, row_tokens=40), plan(recipe, rows=1000, row_tokens=200)
+    assert peak["memory"]["rank"]["activations"] > mean["memory"]["rank"]["activations"]
+    longer = recipe.replace(data=recipe.data.replace(max_length=64))
+    cut = plan(longer, rows=1000, row_tokens=40)
+    assert cut["memory"]["rank"]["features"] == pytest.approx(64 * 3 * 32 * 4), (
+        "64 tokens, two taps and the last hidden"
+    )
+
+
 def test_mistakes_are_named(material, tmp_path: Path) -> None:
     recipe = make_recipe(*material, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"'h10'.*'h100'"):
