@@ -20,7 +20,7 @@ from modelopt_spec.scheduling.cost import cost_from_dict
 from modelopt_spec.scheduling.metrics import Binning
 from modelopt_spec.scheduling.model_steps import ModelSteps
 from modelopt_spec.scheduling.profile import profile_cost, read_cost
-from modelopt_spec.scheduling.rounds import read_rounds
+from modelopt_spec.scheduling.rounds import RoundTable, read_rounds
 from modelopt_spec.scheduling.scheduler_file import (
     SCHEDULER_FILE,
     Identity,
@@ -44,7 +44,7 @@ def calibrate(
     prompts: Sequence[str | Path],
     *,
     out: str | Path | None = None,
-    rounds: str | Path | None = None,
+    rounds: str | Path | RoundTable | None = None,
     rounds_out: str | Path | None = None,
     temperature: float = 0.0,
     num_draft_tokens: int | None = None,
@@ -68,7 +68,7 @@ def calibrate(
         tokenizer: the target's.
         prompts: JSONL prompt files. A share of the prompts is kept out of the fit and judged on.
         out: ``scheduler.json`` to write, or to complete where it holds this drafter's cost table; None writes nothing.
-        rounds: file of already recorded full-block rounds of this drafter instead of collecting them.
+        rounds: already recorded full-block rounds of this drafter (a file or a table) instead of collecting them.
         rounds_out: keep the collected rounds here.
         temperature: sampling temperature, as served.
         num_draft_tokens: draft tokens a block; default what the block was trained for.
@@ -106,10 +106,12 @@ def calibrate(
         "quiet": quiet,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(rounds) if rounds is not None else Path(rounds_out or Path(scratch) / "rounds.jsonl")
         if rounds is None:
+            path = Path(rounds_out or Path(scratch) / "rounds.jsonl")
             _collect(model, tokenizer, prompts, path, collect)
-        table = read_rounds(path)
+            table = read_rounds(path)
+        else:
+            table = rounds if isinstance(rounds, RoundTable) else read_rounds(rounds)
     dataset = ", ".join(Path(prompt).stem for prompt in prompts)
     report = calibrate_rounds(table, held_out_share=held_out_share, options=options, dataset=dataset)
     if out is not None:

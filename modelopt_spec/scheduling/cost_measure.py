@@ -30,6 +30,7 @@ __all__ = [
     "default_request_counts",
     "default_token_grid",
     "measure_cost",
+    "pool_measurements",
 ]
 
 MEASUREMENTS_KIND = "mtsp.cost_measurements"
@@ -150,6 +151,27 @@ def measure_cost(
     return CostMeasurements(
         gamma, repeats, warmup, tuple(cell for cell, _ in measured), tuple(spread for _, spread in measured)
     )
+
+
+def pool_measurements(slices: Sequence[CostMeasurements]) -> CostMeasurements:
+    """One measurement out of several of the same cells, made at different times: medians of their medians.
+
+    ``spread`` becomes the median absolute deviation between the slices, relative to the median.
+    """
+    if not slices:
+        raise ConfigError("no measurement to pool: give at least one")
+    shapes = [[(c.requests, c.tokens, c.context) for c in one.cells] for one in slices]
+    if any(shape != shapes[0] for shape in shapes) or len({one.gamma for one in slices}) > 1:
+        raise ConfigError("the measurements to pool have different cells: measure the same requests and contexts")
+    cells, spread = [], []
+    for same in zip(*(one.cells for one in slices)):
+        times = np.array([cell.seconds for cell in same])
+        median = float(np.median(times))
+        draft = float(np.median([cell.draft_seconds for cell in same]))
+        cells.append(Cell(same[0].requests, same[0].tokens, same[0].context, median, draft))
+        spread.append(float(np.median(np.abs(times - median))) / median)
+    repeats = sum(one.repeats for one in slices)
+    return CostMeasurements(slices[0].gamma, repeats, slices[0].warmup, tuple(cells), tuple(spread))
 
 
 @dataclass

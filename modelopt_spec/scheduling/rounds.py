@@ -12,7 +12,7 @@ were sent to the target; all drafted ones where the key is absent).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from modelopt_spec.errors import DataError
 
-__all__ = ["ROUNDS_KIND", "ROUNDS_VERSION", "RoundTable", "read_rounds", "rounds_from_records"]
+__all__ = ["ROUNDS_KIND", "ROUNDS_VERSION", "RoundTable", "join_rounds", "read_rounds", "rounds_from_records"]
 
 ROUNDS_KIND = "mtsp.rounds"
 ROUNDS_VERSION = 1
@@ -161,6 +161,35 @@ def rounds_from_records(
         confidence_logits=np.asarray(logits, dtype=np.float64)[order] if any_confidence else None,
         header=dict(header),
         **{name: array[order] for name, array in arrays.items() if name != "round"},
+    )
+
+
+def join_rounds(tables: Sequence[RoundTable]) -> RoundTable:
+    """Rounds of one drafter on different prompts as one table; prompts are numbered on, the first header stays.
+
+    Raises:
+        DataError: nothing to join, or another drafter, gamma or sampling temperature.
+    """
+    if not tables:
+        raise DataError("no rounds to join: give at least one table")
+    first = tables[0]
+    for table in tables[1:]:
+        for name in ("gamma", "drafter_fingerprint", "temperature", "dtype"):
+            if table.header.get(name) != first.header.get(name):
+                raise DataError(
+                    f"rounds with {name} {first.header.get(name)!r} and {table.header.get(name)!r} cannot be joined"
+                )
+        if (table.confidence_logits is None) != (first.confidence_logits is None):
+            raise DataError("some rounds have confidences and others have none: record them with one drafter")
+    starts = np.cumsum([0, *(int(table.prompt.max()) + 1 for table in tables[:-1])])
+    columns = ("position", "drafted", "verified", "accepted", "committed", "context_tokens")
+    logits = [table.confidence_logits for table in tables if table.confidence_logits is not None]
+    return RoundTable(
+        gamma=first.gamma,
+        prompt=np.concatenate([table.prompt + start for table, start in zip(tables, starts)]),
+        **{name: np.concatenate([getattr(table, name) for table in tables]) for name in columns},
+        confidence_logits=np.concatenate(logits) if logits else None,
+        header=first.header,
     )
 
 

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
 from modelopt_spec.scheduling.cost_extend import extended
@@ -93,6 +95,7 @@ def simulate_loads(
     prefill_tokens_per_second: float | None = None,
     overhead_seconds: float = 0.0,
     output_tokens: int | None = None,
+    max_output_tokens: int | None = None,
     requests: int | None = None,
     acceptance: Literal["sequential", "bootstrap"] = "sequential",
     extrapolate: bool = False,
@@ -115,6 +118,7 @@ def simulate_loads(
         prefill_tokens_per_second: see :class:`modelopt_spec.scheduling.simulation.Engine`.
         overhead_seconds: see the same.
         output_tokens: tokens of each output; default the recorded lengths.
+        max_output_tokens: cut recorded lengths to this.
         requests: requests in all; default four times the concurrency and at least 64.
         acceptance: see :mod:`modelopt_spec.scheduling.workload`.
         extrapolate: continue the cost table beyond its measured range instead of refusing.
@@ -129,6 +133,10 @@ def simulate_loads(
     if not loads:
         raise ConfigError("loads is empty: name at least one")
     process = AcceptanceProcess.from_rounds(rounds, acceptance, seed)
+    if max_output_tokens is not None:
+        if max_output_tokens < 1:
+            raise ConfigError(f"max_output_tokens is {max_output_tokens}: an output has at least one token")
+        process = replace(process, output_tokens=np.minimum(process.output_tokens, max_output_tokens))
     limit = max_running if load == "rate" else max(int(v) for v in loads)
     most = limit * (process.gamma + 1)
     measured_tokens = cost.max_tokens
