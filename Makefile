@@ -34,15 +34,17 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.train_step
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.decode --json runs/bench/decode.json
 
 engines-quick: setup
 	tools/engines/install.sh llamacpp
-	$(BIN)/python -m pytest -q -m engines tests/engines/test_llama_cpp.py -k 'changes_no_token or accepted_length'
+	MTSP_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -q -m engines tests/engines/test_llama_cpp.py -k 'changes_no_token or accepted_length'
 
 engines: setup
 	tools/engines/install.sh llamacpp
 	tools/engines/install.sh vllm
-	$(BIN)/python -m pytest -q -m engines
+	MTSP_REQUIRE_ENGINES=1 MTSP_ENGINE_PROOFS=docs/results/engine_proofs.json $(BIN)/python -m pytest -q -m engines
+	$(BIN)/python -m tests.engines.proofs
 
 megatron: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps megatron-core

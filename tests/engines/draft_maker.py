@@ -41,14 +41,10 @@ def bigram_head(table: Mapping[int, int], vocab_size: int, rank: int, strength: 
     return w1, w2
 
 
-KINDS = ("dspark", "dflash_anchor_first", "dflash_bonus_anchor")
-
-
 def write_draft(
     directory: Path,
     target_config: Mapping[str, Any],
     *,
-    kind: str = "dspark",
     block_size: int = 7,
     target_layer_ids: Sequence[int] = (9, 28),
     num_layers: int = 2,
@@ -58,15 +54,11 @@ def write_draft(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a random dense draft and return its directory.
+    """Write a dense draft in DeepSpec's layout, with vanilla and confidence head, and return its directory.
 
-    ``kind``: ``dspark`` (DeepSpec's layout, vanilla and confidence head), ``dflash_anchor_first`` (the same without
-    heads) or ``dflash_bonus_anchor`` (z-lab's layout). With a bigram ``table`` the Markov head proposes those
-    successors and the backbone only whispers, so that the target accepts a good share; without one the backbone, the
-    taps and the head all matter for every proposed token.
+    With a bigram ``table`` the Markov head proposes those successors and the backbone only whispers, so that the target
+    accepts a good share; without one everything is random.
     """
-    if kind not in KINDS or (table and kind != "dspark"):
-        raise ValueError(f"kind is {kind!r}: use one of {KINDS}; a bigram table needs the head of 'dspark'")
     torch.manual_seed(seed)
     hidden = target_config["hidden_size"]
     heads = target_config["num_attention_heads"]
@@ -101,17 +93,16 @@ def write_draft(
             "mlp.down_proj.weight": linear(hidden, mlp),
         }
         tensors |= {f"layers.{i}.{name}": value for name, value in layer.items()}
-    if kind == "dspark":
-        if table:
-            w1, w2 = bigram_head(table, vocab, markov_rank, strength=40.0)
-        else:
-            w1, w2 = torch.randn(vocab, markov_rank), torch.randn(vocab, markov_rank) / markov_rank**0.5
-        tensors |= {
-            "markov_head.markov_w1.weight": w1,
-            "markov_head.markov_w2.weight": w2,
-            "confidence_head.proj.weight": torch.randn(1, hidden + markov_rank) / (hidden + markov_rank) ** 0.5,
-            "confidence_head.proj.bias": torch.zeros(1),
-        }
+    if table:
+        w1, w2 = bigram_head(table, vocab, markov_rank, strength=40.0)
+    else:
+        w1, w2 = torch.randn(vocab, markov_rank), torch.randn(vocab, markov_rank) / markov_rank**0.5
+    tensors |= {
+        "markov_head.markov_w1.weight": w1,
+        "markov_head.markov_w2.weight": w2,
+        "confidence_head.proj.weight": torch.randn(1, hidden + markov_rank) / (hidden + markov_rank) ** 0.5,
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
     rope = target_config["rope_parameters"]
     config: dict[str, Any] = {
         "architectures": ["Qwen3DSparkModel"],
@@ -134,21 +125,19 @@ def write_draft(
         "tie_word_embeddings": False,
         "block_size": block_size,
         "num_target_layers": target_config["num_hidden_layers"],
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(target_layer_ids)},
-    }
-    if kind == "dflash_bonus_anchor":
-        config["architectures"] = ["DFlashDraftModel"]
-    else:
-        config |= {
+        "mask_token_id": mask_token_id,
+        "target_layer_ids": list(target_layer_ids),
+        "markov_rank": markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "sample_from_anchor": True,
+        "dflash_config": {
             "mask_token_id": mask_token_id,
             "target_layer_ids": list(target_layer_ids),
-            "markov_rank": markov_rank if kind == "dspark" else 0,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": kind == "dspark",
-            "confidence_head_with_markov": kind == "dspark",
-            "sample_from_anchor": True,
-        }
-        config["dflash_config"]["shift_label"] = True
+            "shift_label": True,
+        },
+    }
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: value.to(dtype).contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -4,152 +4,242 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from modelopt_spec.checkpoints.engines.llama_cpp_runner import LlamaServer, ServerSettings
+from modelopt_spec.checkpoints.engines.llama_cpp_timings import Generation
 from modelopt_spec.checkpoints.engines.llama_cpp_tools import LlamaCppTools, convert_to_gguf, spec_type_of
 from modelopt_spec.checkpoints.export import export
 from modelopt_spec.checkpoints.importing import load_drafter
-from modelopt_spec.conversion import convert
-from tests.checkpoints.drafts import randomise
+from modelopt_spec.errors import UnsupportedError
+from tests.engines.comparing import ON_A_BUSY_MACHINE, assert_vllm_blocks_are_ours, our_blocks, proposed_blocks
+from tests.engines.exported import KINDS, RANK_ZERO, ZERO_HEAD, drafts_and_method, export_case, fitted, target_model
+from tests.engines.modelopt_maker import modelopt_block, write_modelopt_draft
 from tests.engines.our_drafts import load, our_answers
-from tests.engines.test_llama_cpp import ON_A_BUSY_MACHINE, proposed_blocks
-from tests.engines.test_vllm import assert_blocks_are_ours
-from tests.engines.vllm_runner import VllmRequest, run_vllm
+from tests.engines.proofs import Proof
+from tests.engines.vllm_runner import VllmReply, VllmRequest, reply_of, run_vllm
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(2400)]
 
-VANILLA = {"head": {"type": "vanilla", "rank": 16}}
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "headless, anchor first": ("dflash", "deepspec", {}),
-    "headless, bonus anchor": ("dflash", "zlab", {"layout": "bonus_anchor"}),
-    "vanilla": ("dspark", "deepspec", VANILLA),
-    "vanilla, bonus anchor": ("dspark", "deepspec", {**VANILLA, "layout": "bonus_anchor"}),
-    "nemotron": ("dspark", "nemotron", VANILLA),
-    "speculators": ("dspark", "speculators", VANILLA),
-    "speculators, bonus anchor": ("dspark", "speculators", {**VANILLA, "layout": "bonus_anchor"}),
-    "speculators, reduced vocabulary": ("dspark", "speculators", {**VANILLA, "draft_vocab_size": 8192}),
-    "speculators DFlash": ("dflash", "speculators", {"layout": "bonus_anchor"}),
-    "reduced vocabulary": ("dspark", "deepspec", {**VANILLA, "draft_vocab_size": 8192}),
-}
-IN_LLAMA_CPP = ("headless, anchor first", "vanilla, bonus anchor", "nemotron", "speculators", "reduced vocabulary")
+DFLASH, VANILLA = "DFlash, bonus anchor (z-lab)", "DSpark vanilla"
+BONUS, REDUCED = "DSpark vanilla, bonus anchor", "DSpark vanilla, reduced vocabulary"
+IN_VLLM = (
+    (DFLASH, "zlab"),
+    (DFLASH, "speculators"),
+    (ZERO_HEAD, "deepspec"),
+    (VANILLA, "deepspec"),
+    (VANILLA, "nemotron"),
+    (VANILLA, "speculators"),
+    (BONUS, "deepspec"),
+    (BONUS, "speculators"),
+    (REDUCED, "deepspec"),
+    (REDUCED, "speculators"),
+)
+IN_LLAMA_CPP = (
+    (DFLASH, "zlab"),
+    (RANK_ZERO, "deepspec"),
+    (ZERO_HEAD, "deepspec"),
+    (VANILLA, "deepspec"),
+    (VANILLA, "nemotron"),
+    (VANILLA, "speculators"),
+    (BONUS, "deepspec"),
+    (REDUCED, "deepspec"),
+)
+MODELOPT = "nvidia-modelopt 0.47's DSpark"
+NEW_TOKENS = 12
+FITTED = 1
+"""The prompt that drafts are fitted to; it is the second of two."""
 
-
-def target_model(directory: Path) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
-def spread(drafter: nn.Module) -> None:
-    """Random weights of a size at which the backbone, the taps and the head all decide proposals."""
-    randomise(drafter)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.ndim == 2 and "markov_w1" not in name:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
-            elif "markov_w1" in name:
-                parameter.normal_()
-        table = getattr(drafter, "d2t", None)
-        if table is not None:
-            table.copy_(torch.arange(len(table)) * 5)
+Prompts = tuple[tuple[int, ...], ...]
+Case = tuple[str, str]
 
 
-@pytest.fixture
-def exported(request: pytest.FixtureRequest, target_dir: Path, tmp_path: Path) -> Path:
-    """A random draft of one case, exported."""
-    mode, layout, settings = CASES[request.param]
-    torch.manual_seed(0)
-    model = target_model(target_dir)
-    shape = {"block_size": 7, "mask_token_id": 4, "target_layer_ids": (9, 28), "backbone": {"num_layers": 2}}
-    convert(model, (mode, {**shape, **settings}), quiet=True)
-    spread(model.drafter)
-    export(model, tmp_path / "draft", layout=layout, quiet=True)
-    return tmp_path / "draft"
+def name_of(case: Case) -> str:
+    return ", ".join(case)
 
 
-def method_and_count(case: str) -> tuple[str, int]:
-    mode, _, settings = CASES[case]
-    bonus = settings.get("layout") == "bonus_anchor"
-    dflash = mode == "dflash" and bonus
-    return ("dflash" if dflash else "dspark"), (6 if bonus else 7)
+@pytest.fixture(scope="module")
+def two(prompts: Prompts) -> Prompts:
+    return prompts[:2]
 
 
-@pytest.mark.parametrize(("exported", "case"), [(case, case) for case in CASES], indirect=["exported"])
+@pytest.fixture(scope="module")
+def model_of(target_dir: Path, prompts: Prompts, answers: Prompts) -> Callable[[str], nn.Module]:
+    """The target with a fitted drafter of a kind, made once; the two anchor-first drafts without a head are one."""
+    known: dict[str, nn.Module] = {}
+
+    def get(kind: str) -> nn.Module:
+        kind = RANK_ZERO if kind == ZERO_HEAD else kind
+        if kind not in known:
+            known[kind] = fitted(target_dir, kind, prompts[FITTED], answers[FITTED][: NEW_TOKENS + 1])
+        return known[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def directory_of(
+    model_of: Callable[[str], nn.Module], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], Path]:
+    """The exported directory of a case, written once."""
+    known: dict[Case, Path] = {}
+
+    def get(case: Case) -> Path:
+        if case not in known:
+            known[case] = export_case(model_of(case[0]), *case, tmp_path_factory.mktemp("exported") / "draft")
+        return known[case]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def modelopt_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A model that nvidia-modelopt converted, and its own export, imported and written for the engines."""
+    place = tmp_path_factory.mktemp("modelopt")
+    theirs = write_modelopt_draft(target_dir, place / "theirs")
+    trained_with = {"backbone.rope_parameters": dict(theirs.dflash_config.rope_parameters)}
+    ours = load_drafter(place / "theirs", target_model(target_dir), overrides=trained_with, quiet=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        export(ours, place / "draft", engines=["vllm", "llama.cpp", "sglang"], quiet=True)
+    return theirs, place / "draft"
+
+
+@pytest.fixture(scope="module")
+def in_vllm(
+    request: pytest.FixtureRequest,
+    vllm: Path,
+    target_dir: Path,
+    two: Prompts,
+    directory_of: Callable[[Case], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, VllmReply | RuntimeError]:
+    """Every case whose test is to run, one after the other in one process, behind the target alone."""
+
+    def asked(draft: Path, kind: str) -> VllmRequest:
+        count, method = drafts_and_method(kind)
+        return VllmRequest(str(target_dir), two, str(draft), method, count, max_tokens=NEW_TOKENS)
+
+    requests = {"alone": VllmRequest(str(target_dir), two, max_tokens=NEW_TOKENS)}
+    collected = {item.name for item in request.session.items if item.path == request.path}
+    for case in IN_VLLM:
+        if f"test_vllm_proposes_what_we_draft[{name_of(case)}]" in collected:
+            requests[name_of(case)] = asked(directory_of(case), case[0])
+    if "test_vllm_proposes_what_nvidia_modelopt_computes" in collected:
+        requests[MODELOPT] = asked(request.getfixturevalue("modelopt_dir")[1], VANILLA)
+    results = run_vllm(list(requests.values()), vllm, tmp_path_factory.mktemp("vllm"))
+    return dict(zip(requests, results, strict=True))
+
+
+@pytest.mark.parametrize("case", IN_VLLM, ids=name_of)
 def test_vllm_proposes_what_we_draft(
-    exported: Path, case: str, vllm: Path, target_dir: Path, prompts: Any, answers: Any, tmp_path: Path
+    case: Case,
+    in_vllm: dict[str, VllmReply | RuntimeError],
+    directory_of: Callable[[Case], Path],
+    target_dir: Path,
+    two: Prompts,
+    proof: Proof,
 ) -> None:
-    method, count = method_and_count(case)
-    request = VllmRequest(str(target_dir), prompts[:2], str(exported), method, count, max_tokens=12)
-    generations = run_vllm(request, vllm, tmp_path / "run")
-    assert [generation.tokens for generation in generations] == [answer[:12] for answer in answers[:2]]
-    ours = our_answers(load(target_dir, exported), prompts[:2], count, 12)
-    assert_blocks_are_ours(prompts[:2], generations, ours)
+    reply = reply_of(in_vllm[name_of(case)])
+    say(proof, "vllm", reply.version, case)
+    plain = [generation.tokens for generation in reply_of(in_vllm["alone"]).generations]
+    assert [generation.tokens for generation in reply.generations] == plain
+    ours = our_answers(load(target_dir, directory_of(case)), two, drafts_and_method(case[0])[0], NEW_TOKENS)
+    compared = assert_vllm_blocks_are_ours(two, reply.generations, ours)
+    assert compared.accepted > 0, "a draft that was fitted to an answer must be accepted there"
+    proof.found("greedy tokens equal to vLLM's own without the draft", sum(map(len, plain)))
+    proof.found(f"proposed blocks equal to ours, {compared.accepted} draft tokens accepted", compared.blocks)
+    if compared.confidences:
+        proof.found("confidences equal to ours", compared.confidences, compared.worst_confidence)
 
 
-@pytest.mark.parametrize(("exported", "case"), [(case, case) for case in IN_LLAMA_CPP], indirect=["exported"])
+def test_vllm_proposes_what_nvidia_modelopt_computes(
+    in_vllm: dict[str, VllmReply | RuntimeError],
+    modelopt_dir: tuple[nn.Module, Path],
+    target_dir: Path,
+    two: Prompts,
+    proof: Proof,
+) -> None:
+    """Its own convert and exporter, our import and export, the proposals of vLLM, its own forward pass."""
+    theirs, directory = modelopt_dir
+    reply = reply_of(in_vllm[MODELOPT])
+    say(proof, "vllm", reply.version, (MODELOPT, "modelopt, imported and written as deepspec"))
+    plain = [generation.tokens for generation in reply_of(in_vllm["alone"]).generations]
+    assert [generation.tokens for generation in reply.generations] == plain
+    checked = 0
+    for prompt, generation in zip(two, reply.generations):
+        row = (*prompt, *generation.tokens)
+        blocks = [block for block in generation.blocks if block.position < len(row) - 1]
+        for block in blocks:
+            anchor, drafted = modelopt_block(theirs, row[: block.position], len(block.drafted))
+            assert (anchor, drafted) == (block.anchor, list(block.drafted))
+        checked += len(blocks)
+    proof.found("greedy tokens equal to vLLM's own without the draft", sum(map(len, plain)))
+    proof.found("proposed blocks equal to nvidia-modelopt's own forward pass", checked)
+    compared = assert_vllm_blocks_are_ours(two, reply.generations, our_answers(load(target_dir, directory), two, 7, 12))
+    proof.found("confidences equal to ours", compared.confidences, compared.worst_confidence)
+
+
+@pytest.fixture(scope="module")
+def llama_alone(llama_cpp: LlamaCppTools, target_gguf: Path, two: Prompts) -> list[Generation]:
+    with LlamaServer(llama_cpp, ServerSettings(target_gguf, **ON_A_BUSY_MACHINE)) as server:
+        return [server.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in two]
+
+
+@pytest.mark.parametrize("case", IN_LLAMA_CPP, ids=name_of)
 def test_llama_cpp_proposes_what_we_draft(
-    exported: Path,
-    case: str,
+    case: Case,
     llama_cpp: LlamaCppTools,
+    llama_cpp_version: str,
+    directory_of: Callable[[Case], Path],
+    llama_alone: list[Generation],
     target_dir: Path,
     target_gguf: Path,
-    prompts: Any,
+    two: Prompts,
+    proof: Proof,
     tmp_path: Path,
 ) -> None:
-    _, count = method_and_count(case)
-    gguf = convert_to_gguf(exported, tmp_path / "draft.gguf", llama_cpp, target_dir=target_dir)
-    settings = ServerSettings(
-        target_gguf, gguf, spec_type_of(exported), count, extra_args=("-lv", "5"), **ON_A_BUSY_MACHINE
-    )
-    log = tmp_path / "server.log"
+    say(proof, "llama.cpp", llama_cpp_version, case)
+    directory, count = directory_of(case), drafts_and_method(case[0])[0]
+    gguf = convert_to_gguf(directory, tmp_path / "draft.gguf", llama_cpp, target_dir=target_dir)
+    kind, log = spec_type_of(directory), tmp_path / "server.log"
+    settings = ServerSettings(target_gguf, gguf, kind, count, extra_args=("-lv", "5"), **ON_A_BUSY_MACHINE)
     with LlamaServer(llama_cpp, settings, log) as server:
-        generation = server.generate(prompts[1], max_new_tokens=12, ignore_eos=True)
-    (ours,) = our_answers(load(target_dir, exported), prompts[1:2], count, 12, ignore_eos=True)
-    assert ours.tokens == generation.tokens
-    assert proposed_blocks(log) == [list(record.drafted) for record in ours.blocks().values()]
+        served = [server.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in two]
+    assert [generation.tokens for generation in served] == [generation.tokens for generation in llama_alone]
+    ours = our_answers(load(target_dir, directory), two, count, NEW_TOKENS)
+    assert [answer.tokens for answer in ours] == [generation.tokens for generation in served]
+    assert proposed_blocks(log) == our_blocks(ours)
+    accepted = [sum(record.accepted for record in answer.rounds) for answer in ours]
+    assert not served[FITTED].stopped_at_eos, "tokens behind an end of text count as accepted there, not here"
+    assert served[FITTED].draft_n_accepted == accepted[FITTED]
+    assert accepted[FITTED] > 0, "a draft that was fitted to an answer must be accepted there"
+    proof.found("greedy tokens equal to llama.cpp's own without the draft", sum(len(own.tokens) for own in served))
+    proof.found(f"proposed blocks equal to ours, {sum(accepted)} draft tokens accepted", len(our_blocks(ours)))
 
 
-def test_a_draft_of_nvidia_modelopt_serves_once_it_is_exported(
-    vllm: Path, target_dir: Path, prompts: Any, answers: Any, tmp_path: Path
-) -> None:
-    """Its own convert and exporter, our import and export, and the proposals of vLLM."""
-    import modelopt.torch.speculative as speculative
+def test_what_no_engine_loads_is_refused(model_of: Callable[[str], nn.Module], tmp_path: Path) -> None:
+    """Rank 0 kills vLLM's CPU build: it is refused before anything is written."""
+    with pytest.raises(UnsupportedError, match="markov_rank 0"):
+        export(model_of(RANK_ZERO), tmp_path / "draft", engines=["vllm"], layout="deepspec", quiet=True)
+    assert not list(tmp_path.iterdir())
 
-    torch.manual_seed(0)
-    model = target_model(target_dir)
-    shape = model.config
-    architecture = {
-        "num_hidden_layers": 2,
-        "head_dim": shape.head_dim,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "intermediate_size": shape.intermediate_size,
-        "target_layer_ids": [9, 28],
-        "projector_type": "dspark",
-        "markov_rank": 16,
-        "markov_head_type": "vanilla",
-        "use_confidence_head": True,
-    }
-    config = {
-        "dflash_block_size": 7,
-        "dflash_mask_token_id": 4,
-        "dflash_use_torch_compile": False,
-        "dflash_architecture_config": architecture,
-    }
-    speculative.convert(model, [("dflash", config)])
-    spread(model.dflash_module)
-    with contextlib.redirect_stdout(io.StringIO()):
-        model.get_exporter().export(tmp_path / "theirs")
-    trained_with = {"backbone.rope_parameters": dict(model.dflash_config.rope_parameters)}
-    ours = load_drafter(tmp_path / "theirs", target_model(target_dir), overrides=trained_with, quiet=True)
-    export(ours, tmp_path / "draft", engines=["vllm", "llama.cpp", "sglang"], quiet=True)
-    request = VllmRequest(str(target_dir), prompts[:2], str(tmp_path / "draft"), "dspark", 7, max_tokens=12)
-    generations = run_vllm(request, vllm, tmp_path / "run")
-    assert [generation.tokens for generation in generations] == [answer[:12] for answer in answers[:2]]
-    assert_blocks_are_ours(prompts[:2], generations, our_answers(ours, prompts[:2], 7, 12))
+
+def say(proof: Proof, engine: str, version: str, case: Case) -> None:
+    """What a case serves."""
+    settings: dict[str, Any] = KINDS[case[0]][1] if case[0] in KINDS else KINDS[VANILLA][1]
+    vanilla = "head" in settings
+    proof.serves(
+        engine,
+        version,
+        drafter=case[0],
+        layout=case[1],
+        block_layout=settings.get("layout", "anchor_first"),
+        head="vanilla" if vanilla else "none",
+        draft="random" if case[0] == MODELOPT else "fitted to one of two answers",
+        target="SmolLM2-135M-Instruct, float32",
+    )

@@ -1,9 +1,8 @@
-"""llama.cpp serves our drafts: its own tokens, our blocks, our accepted length."""
+"""llama.cpp serves the exported draft: its own tokens, every block ours, the accepted length that evaluation says."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,27 +15,12 @@ from modelopt_spec.checkpoints.engines.llama_cpp_runner import LlamaServer, Serv
 from modelopt_spec.checkpoints.engines.llama_cpp_timings import Generation, rounds_from_timings, tau_from_timings
 from modelopt_spec.checkpoints.engines.llama_cpp_tools import LlamaCppTools, convert_to_gguf, spec_type_of
 from modelopt_spec.errors import UnsupportedError
+from tests.engines.comparing import ON_A_BUSY_MACHINE, our_blocks, proposed_blocks
 from tests.engines.conftest import MAX_NEW_TOKENS, QUESTIONS
-from tests.engines.draft_maker import KINDS
-from tests.engines.our_drafts import load, our_answers, tau_of
+from tests.engines.our_drafts import OurAnswer, load, our_answers
+from tests.engines.proofs import Proof
 
 pytestmark = pytest.mark.engines
-
-ON_A_BUSY_MACHINE: dict[str, Any] = {"threads": 1, "start_timeout_s": 300.0}
-"""The engine's threads wait for each other by spinning: with one thread a crowded machine is slow, not stuck."""
-
-CANDIDATE = re.compile(r"draft candidate +0, pos +(\d+): +(\d+) ")
-"""Best candidate of one slot in the server's debug log."""
-
-
-def proposed_blocks(log: Path) -> list[list[int]]:
-    """Every block that the server drafted, from a log at level 5; a slot numbered 0 starts a block."""
-    blocks: list[list[int]] = []
-    for slot, token in CANDIDATE.findall(log.read_text(encoding="utf-8", errors="replace")):
-        if slot == "0":
-            blocks.append([])
-        blocks[-1].append(int(token))
-    return blocks
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +45,50 @@ def num_draft_tokens(request: pytest.FixtureRequest, block_size: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def drafted(
+def served(
     llama_cpp: LlamaCppTools,
     target_gguf: Path,
     draft_gguf: Path,
     draft_dir: Path,
     num_draft_tokens: int,
     prompts: tuple[tuple[int, ...], ...],
-) -> list[Generation]:
-    settings = ServerSettings(target_gguf, draft_gguf, spec_type_of(draft_dir), num_draft_tokens, **ON_A_BUSY_MACHINE)
-    with LlamaServer(llama_cpp, settings) as server:
-        return [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[Generation], Path]:
+    """Answers, and the server's log."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    kind = spec_type_of(draft_dir)
+    settings = ServerSettings(
+        target_gguf, draft_gguf, kind, num_draft_tokens, extra_args=("-lv", "5"), **ON_A_BUSY_MACHINE
+    )
+    with LlamaServer(llama_cpp, settings, log) as server:
+        return [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts], log
+
+
+@pytest.fixture(scope="module")
+def drafted(served: tuple[list[Generation], Path]) -> list[Generation]:
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def ours(
+    target_dir: Path, draft_dir: Path, prompts: tuple[tuple[int, ...], ...], num_draft_tokens: int
+) -> list[OurAnswer]:
+    return our_answers(load(target_dir, draft_dir), prompts, num_draft_tokens, MAX_NEW_TOKENS)
+
+
+@pytest.fixture
+def claim(proof: Proof, llama_cpp_version: str, draft_named: str) -> Proof:
+    proof.serves(
+        "llama.cpp",
+        llama_cpp_version,
+        drafter="DSpark vanilla",
+        layout="deepspec",
+        block_layout="anchor_first",
+        head="vanilla",
+        draft=draft_named,
+        target="SmolLM2-135M-Instruct, float32",
+    )
+    return proof
 
 
 def test_plain_answers_are_those_of_transformers(plain: list[Generation], answers: tuple[tuple[int, ...], ...]) -> None:
@@ -80,9 +97,16 @@ def test_plain_answers_are_those_of_transformers(plain: list[Generation], answer
     assert {generation.stopped_at_eos for generation in plain} == {True, False}, "both ends of an answer must be seen"
 
 
-def test_a_draft_changes_no_token(plain: list[Generation], drafted: list[Generation]) -> None:
+def test_a_draft_changes_no_token(plain: list[Generation], drafted: list[Generation], claim: Proof) -> None:
     assert [generation.tokens for generation in drafted] == [generation.tokens for generation in plain]
     assert all(generation.draft_n > 0 for generation in drafted)
+    claim.found("greedy tokens equal to llama.cpp's own without the draft", sum(len(own.tokens) for own in plain))
+
+
+def test_every_block_is_ours(served: tuple[list[Generation], Path], ours: list[OurAnswer], claim: Proof) -> None:
+    blocks = our_blocks(ours)
+    assert proposed_blocks(served[1]) == blocks
+    claim.found("proposed blocks equal to ours", len(blocks))
 
 
 def test_rounds_follow_from_the_timings(drafted: list[Generation], num_draft_tokens: int) -> None:
@@ -94,43 +118,19 @@ def test_rounds_follow_from_the_timings(drafted: list[Generation], num_draft_tok
         assert plain_steps == 0 or (plain_steps == 1 and not generation.stopped_at_eos)
 
 
-def test_accepted_length_is_ours(
+def test_accepted_length_is_what_evaluate_says(
     drafted: list[Generation],
+    ours: list[OurAnswer],
     num_draft_tokens: int,
-    target_dir: Path,
-    draft_dir: Path,
-    prompts: tuple[tuple[int, ...], ...],
+    evaluate_draft: Callable[[int], dict[str, Any]],
+    claim: Proof,
 ) -> None:
-    ours = our_answers(load(target_dir, draft_dir), prompts, num_draft_tokens, MAX_NEW_TOKENS)
-    theirs = tau_from_timings(drafted, num_draft_tokens).tau
+    theirs = tau_from_timings(drafted, num_draft_tokens)
     assert [answer.tokens for answer in ours] == [generation.tokens for generation in drafted]
-    assert theirs == pytest.approx(tau_of(ours), rel=0.03)
-    assert theirs > 1.0, "nothing was accepted: this draft proves nothing"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_block_is_ours(
-    kind: str,
-    make_draft: Callable[..., Path],
-    target_dir: Path,
-    target_gguf: Path,
-    llama_cpp: LlamaCppTools,
-    prompts: tuple[tuple[int, ...], ...],
-    tmp_path: Path,
-) -> None:
-    """Random drafts, so that backbone, taps and head all matter for each proposed token."""
-    draft = make_draft(kind)
-    count = 6 if kind == "dflash_bonus_anchor" else 7
-    gguf = convert_to_gguf(draft, tmp_path / "draft.gguf", llama_cpp, target_dir=target_dir)
-    settings = ServerSettings(
-        target_gguf, gguf, spec_type_of(draft), count, extra_args=("-lv", "5"), **ON_A_BUSY_MACHINE
-    )
-    log = tmp_path / "server.log"
-    with LlamaServer(llama_cpp, settings, log) as server:
-        generation = server.generate(prompts[1], max_new_tokens=12, ignore_eos=True)
-    (ours,) = our_answers(load(target_dir, draft), prompts[1:2], count, 12, ignore_eos=True)
-    assert ours.tokens == generation.tokens
-    assert proposed_blocks(log) == [list(record.drafted) for record in ours.blocks().values()]
+    said = evaluate_draft(num_draft_tokens)["results"][0]["pooled"]["tau"]
+    assert theirs.tau == pytest.approx(said, rel=0.03)
+    assert theirs.tau > 1.0, "nothing was accepted: this draft proves nothing"
+    claim.found("rounds: accepted length against mtsp evaluate", theirs.rounds, abs(theirs.tau / said - 1))
 
 
 def test_a_head_that_it_cannot_serve_is_refused(

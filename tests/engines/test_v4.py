@@ -23,8 +23,9 @@ from modelopt_spec.config import LossConfig
 from modelopt_spec.conversion import convert
 from modelopt_spec.training.blocks import make_blocks
 from modelopt_spec.training.module import block_settings
+from tests.engines.comparing import our_blocks, proposed_blocks
 from tests.engines.our_drafts import OurAnswer, our_answers
-from tests.engines.test_llama_cpp import proposed_blocks
+from tests.engines.proofs import Proof
 from tests.engines.v4_maker import write_target
 from tests.moe.blocks import loss_of
 from tests.moe.v4 import shake
@@ -137,18 +138,38 @@ def served(
     return request.param, Served(theirs, ours, proposed_blocks(log))
 
 
-def test_a_v4_draft_changes_no_token(served: tuple[str, Served], plain: list[tuple[int, ...]]) -> None:
+@pytest.fixture
+def claim(proof: Proof, served: tuple[str, Served], llama_cpp_version: str) -> Proof:
+    proof.serves(
+        "llama.cpp",
+        llama_cpp_version,
+        drafter="MoE with hyper-connections (DeepSeek-V4)",
+        layout="deepseek_v4",
+        block_layout="anchor_first",
+        head="vanilla",
+        draft={"random": "random", "trained": "fitted to two answers"}[served[0]],
+        target="random DeepSeek-V4 of 3 layers, float32",
+    )
+    return proof
+
+
+def test_a_v4_draft_changes_no_token(served: tuple[str, Served], plain: list[tuple[int, ...]], claim: Proof) -> None:
     assert [generation.tokens for generation in served[1].theirs] == plain
     assert [answer.tokens for answer in served[1].ours] == plain
+    claim.found("greedy tokens equal to llama.cpp's own without the draft", sum(map(len, plain)))
 
 
-def test_every_v4_block_is_ours(served: tuple[str, Served]) -> None:
-    mine = [list(record.drafted) for answer in served[1].ours for record in answer.blocks().values()]
+def test_every_v4_block_is_ours(served: tuple[str, Served], claim: Proof) -> None:
+    mine = our_blocks(served[1].ours)
     assert len(mine) > 4 and served[1].blocks == mine
+    claim.found("proposed blocks equal to ours", len(mine))
 
 
-def test_the_accepted_count_of_v4_drafts_is_ours(served: tuple[str, Served]) -> None:
+def test_the_accepted_count_of_v4_drafts_is_ours(served: tuple[str, Served], claim: Proof) -> None:
     kind, result = served
     accepted = [sum(record.accepted for record in answer.rounds) for answer in result.ours]
     assert [generation.draft_n_accepted for generation in result.theirs] == accepted
     assert kind == "random" or sum(accepted) > len(PROMPTS) * NEW_TOKENS // 3
+    claim.found(
+        "answers with equal counts of accepted tokens" + (f", {sum(accepted)} in all" if sum(accepted) else ""), 2
+    )

@@ -1,4 +1,4 @@
-"""Run vLLM in its own environment as a subprocess and read back what it generated and what its draft proposed."""
+"""Run vLLM in its own environment as a subprocess; read back what it generated and what its draft proposed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class VllmRequest:
     ignore_eos: bool = False
     dtype: str = "float32"
     max_model_len: int = 1024
-    threads: int = 2
+    threads: int = 1
+    """Threads wait for each other by spinning: on a crowded machine one is faster than two."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,52 @@ def vllm_python() -> Path | None:
     return python if python.is_file() and installed else None
 
 
-def run_vllm(request: VllmRequest, python: Path, folder: Path, *, timeout_s: float = 900.0) -> list[VllmGeneration]:
-    """Run one request; ``folder`` gets the request, the reply and the log.
+@dataclass(frozen=True)
+class VllmReply:
+    """What one engine answered to one request."""
+
+    version: str
+    generations: tuple[VllmGeneration, ...]
+
+
+def run_vllm(
+    requests: Sequence[VllmRequest], python: Path, folder: Path, *, timeout_s: float = 1500.0
+) -> list[VllmReply | RuntimeError]:
+    """Run several requests, each with an engine of its own, in one process; ``folder`` gets requests, replies and log.
+
+    An engine that ends the process (or takes longer than ``timeout_s`` for all of them) fails its own request, and the
+    rest run in a new process. Returns in the order of the requests a reply, or an error with the log's last lines.
+    """
+    results: list[VllmReply | RuntimeError] = []
+    while len(results) < len(requests):
+        attempt = folder / f"from-{len(results)}"
+        attempt.mkdir(parents=True)
+        replies, failure = _run_once(requests[len(results) :], python, attempt, timeout_s)
+        results += replies
+        if len(results) < len(requests):
+            results.append(RuntimeError(failure))
+    return results
+
+
+def reply_of(result: VllmReply | RuntimeError) -> VllmReply:
+    """The reply.
 
     Raises:
-        RuntimeError: the worker failed or took too long; the message names the log and ends with its last lines.
+        RuntimeError: that of a request that failed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    request_path, reply_path, log_path = (folder / name for name in ("request.json", "reply.json", "vllm.log"))
-    request_path.write_text(json.dumps(asdict(request)), encoding="utf-8")
-    reply_path.unlink(missing_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(request.threads)}
+    if isinstance(result, RuntimeError):
+        raise result
+    return result
+
+
+def _run_once(
+    requests: Sequence[VllmRequest], python: Path, folder: Path, timeout_s: float
+) -> tuple[list[VllmReply], str]:
+    """One process: the replies of the requests that it finished, and how it ended."""
+    request_path, reply_path, log_path = (folder / name for name in ("requests.json", "replies.jsonl", "vllm.log"))
+    request_path.write_text(json.dumps([asdict(request) for request in requests]), encoding="utf-8")
+    reply_path.touch()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(request.threads for request in requests))}
     environment.pop("PYTHONPATH", None)
     with log_path.open("wb") as log:
         worker = subprocess.Popen(
@@ -98,10 +134,12 @@ def run_vllm(request: VllmRequest, python: Path, folder: Path, *, timeout_s: flo
             if worker.poll() is None:
                 os.killpg(worker.pid, signal.SIGKILL)
                 worker.wait()
-    if status != 0 or not reply_path.is_file():
-        tail = "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
-        raise RuntimeError(f"vLLM's exit status is {status}; log {log_path}, its last lines:\n{tail}")
-    return [_generation(entry) for entry in json.loads(reply_path.read_text(encoding="utf-8"))["generations"]]
+    replies = [json.loads(line) for line in reply_path.read_text(encoding="utf-8").splitlines()]
+    tail = "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
+    return (
+        [VllmReply(reply["vllm"], tuple(_generation(entry) for entry in reply["generations"])) for reply in replies],
+        f"vLLM's exit status is {status}; log {log_path}, its last lines:\n{tail}",
+    )
 
 
 def _generation(entry: dict) -> VllmGeneration:

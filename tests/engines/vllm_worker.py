@@ -1,9 +1,11 @@
-"""Run one target in vLLM on a CPU, with or without a draft, and record every block that the draft proposes.
+"""Run targets in vLLM on a CPU, with or without a draft, and record every block that a draft proposes.
 
-Executed by :mod:`vllm_runner` inside vLLM's own environment: ``python vllm_worker.py REQUEST.json REPLY.json``.
-The request and reply are those of ``VllmRequest`` and ``VllmReply`` there.
+Executed by :mod:`vllm_runner` inside vLLM's own environment: ``python vllm_worker.py REQUESTS.json REPLIES.jsonl``.
+Each request is a ``VllmRequest`` of that module and starts an engine of its own in this process; its reply is appended
+as one line as soon as it is there, so that an engine that kills the process loses no earlier reply.
 """
 
+import gc
 import json
 import os
 import sys
@@ -12,7 +14,6 @@ import time
 os.environ.update(
     {
         "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -120,18 +121,34 @@ class BlockRecorder:
         self.blocks.append(block)
 
 
-def main(request_path, reply_path):
-    with open(request_path, encoding="utf-8") as file:
-        request = json.load(file)
+def main(requests_path, replies_path):
+    with open(requests_path, encoding="utf-8") as file:
+        requests = json.load(file)
     register_interpreted_cpu_driver()
     recorder = BlockRecorder()
 
     import torch
     import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    torch.set_num_threads(request["threads"])
     recorder.install()
     use_every_layers_key_norm()
+    for request in requests:
+        torch.set_num_threads(request["threads"])
+        # DSpark needs the V2 runner; without a draft, the default runner on a CPU needs no interpreted kernels.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0" if request["draft"] is None else "1"
+        generations = answer(request, recorder)
+        reply = {"vllm": vllm.__version__, "torch": torch.__version__, "generations": generations}
+        with open(replies_path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(reply) + "\n")
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def answer(request, recorder):
+    """Start an engine, answer the prompts of one request, and stop it."""
+    import vllm
+
     options = {}
     if request["draft"] is not None:
         options["speculative_config"] = {
@@ -150,7 +167,7 @@ def main(request_path, reply_path):
         seed=0,
         **options,
     )
-    replies = []
+    generations = []
     for prompt in request["prompts"]:
         recorder.blocks = []
         before = spec_counters(llm)
@@ -167,7 +184,7 @@ def main(request_path, reply_path):
         )[0].outputs[0]
         seconds = time.perf_counter() - started
         after = spec_counters(llm)
-        replies.append(
+        generations.append(
             {
                 "tokens": list(output.token_ids),
                 "finish_reason": output.finish_reason,
@@ -177,12 +194,12 @@ def main(request_path, reply_path):
                 "blocks": recorder.blocks,
             }
         )
-    with open(reply_path, "w", encoding="utf-8") as file:
-        json.dump({"vllm": vllm.__version__, "torch": torch.__version__, "generations": replies}, file)
+    llm.llm_engine.engine_core.shutdown()
+    return generations
 
 
 def spec_counters(llm):
-    """Totals of verified drafts and accepted draft tokens that vLLM itself counted since the engine started."""
+    """Totals of verified drafts and accepted draft tokens that vLLM itself counted since the process started."""
     totals = {"num_drafts": 0, "num_accepted_tokens": 0}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
