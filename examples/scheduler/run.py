@@ -78,6 +78,7 @@ class Run:
                 rounds=table,
                 temperature=temperature,
                 held_out_share=0.4,
+                folds=10,
                 refine=True,
                 bootstrap=200,
             )

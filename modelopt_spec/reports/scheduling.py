@@ -198,6 +198,14 @@ def print_calibration(report: Mapping[str, Any], console: Console) -> None:
         f"mean ECE of survival {mean['before']:.4f} to {mean['after']:.4f} on {judged['rounds']} {where} rounds of "
         f"{judged['prompts']} prompts; one shared temperature {report['shared_temperature']:.3f}: {mean['shared']:.4f}"
     )
+    crossed = report.get("cross_validation")
+    if crossed:
+        mean, bounds = crossed["mean_ece"], crossed["mean_ece_interval"]
+        spans = {name: f" ({b[0]:.4f} to {b[1]:.4f})" for name, b in (bounds or {}).items()}
+        console.print(
+            f"cross-validated over {crossed['folds']} folds, {crossed['rounds']} rounds of {crossed['prompts']} "
+            f"prompts: {mean['before']:.4f}{spans.get('before', '')} to {mean['after']:.4f}{spans.get('after', '')}"
+        )
     if "scheduler_file" in report:
         console.print(f"written: {report['scheduler_file']}")
 

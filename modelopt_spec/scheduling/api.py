@@ -57,6 +57,7 @@ def calibrate(
     refine: bool = False,
     bootstrap: int = 100,
     held_out_share: float = 0.3,
+    folds: int = 0,
     max_noise: float | None = None,
     min_events: int | None = None,
     quiet: bool = True,
@@ -81,6 +82,7 @@ def calibrate(
         refine: golden-section search after the grid.
         bootstrap: replicates for the intervals.
         held_out_share: share of the prompts that is not fitted on.
+        folds: cross-validate over so many folds of prompts too; 0 for none.
         max_noise: see :class:`modelopt_spec.scheduling.calibration.CalibrationOptions`.
         min_events: see the same.
         quiet: no progress on the terminal.
@@ -113,7 +115,7 @@ def calibrate(
         else:
             table = rounds if isinstance(rounds, RoundTable) else read_rounds(rounds)
     dataset = ", ".join(Path(prompt).stem for prompt in prompts)
-    report = calibrate_rounds(table, held_out_share=held_out_share, options=options, dataset=dataset)
+    report = calibrate_rounds(table, held_out_share=held_out_share, folds=folds, options=options, dataset=dataset)
     if out is not None:
         identity = identity_of(model, tokenizer)
         file = _existing(Path(out), table.gamma, identity)

@@ -5,7 +5,7 @@ The report (JSON, ``mtsp calibrate`` writes it, the figures read it)::
     {"kind": "mtsp.calibration", "version": 1, "gamma": G, "dataset": str, "rounds": header of the round file,
      "options": {...}, "dropped_rounds": int,
      "temperatures": [G], "shared_temperature": float, "prior": [G], "temperature_intervals": [[low, high]] * G | null,
-     "fit": METRICS, "held_out": METRICS | null}
+     "fit": METRICS, "held_out": METRICS | null, "cross_validation": {"folds": int, ...METRICS} | null}
 
     METRICS = {"rounds": int, "prompts": int,
                "mean_ece": {"before", "after", "shared"}, "mean_ece_interval": {...: [low, high]} | null,
@@ -18,6 +18,10 @@ The report (JSON, ``mtsp calibrate`` writes it, the figures read it)::
 ``before`` is T = 1, ``after`` one temperature a slot, ``shared`` the single one. ``auc`` ranks survivals, which mix
 slots; ``auc_conditional`` ranks the slot's own confidence among rounds that accepted everything before it, which no
 temperature can change. Intervals come from drawing prompts with replacement.
+
+Cross-validation uses every round for judging: the prompts are dealt into folds, and each fold is judged with
+temperatures that were fitted on the others. It says what calibration does to unseen prompts, with less noise than one
+split.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ def calibrate_rounds(
     *,
     held_out: RoundTable | str | Path | None = None,
     held_out_share: float = 0.3,
+    folds: int = 0,
     options: CalibrationOptions | None = None,
     dataset: str = "",
 ) -> dict[str, Any]:
@@ -65,6 +70,7 @@ def calibrate_rounds(
         held_out: rounds of other prompts to judge on. Without it, ``held_out_share`` of the prompts are kept out of the
             fit (0 for none).
         held_out_share: share of prompts, chosen by the seed of ``options``.
+        folds: cross-validate with so many folds of prompts; 0 for none.
         options: grid, bins, intervals and refusal limits.
         dataset: name of the prompts, for the engines' files.
 
@@ -110,7 +116,23 @@ def calibrate_rounds(
         "temperature_intervals": intervals,
         "fit": _metrics(fit_rows, temperatures, shared, options),
         "held_out": None if judge is None else _metrics(judge, temperatures, shared, options),
+        "cross_validation": cross_validate(usable, folds, options) if folds else None,
     }
+
+
+def cross_validate(table: RoundTable, folds: int, options: CalibrationOptions) -> dict[str, Any]:
+    """METRICS over all rounds, each judged with temperatures that were fitted on prompts of other folds."""
+    prompts = np.unique(table.prompt)
+    if not 2 <= folds <= len(prompts):
+        raise ConfigError(f"folds is {folds}: it is 2 to the number of prompts ({len(prompts)}), or 0 for none")
+    z, labels = _arrays(table)
+    temperatures, shared = np.ones_like(z), np.ones((len(z), 1))
+    shuffled = np.random.default_rng(options.seed).permutation(prompts)
+    for fold in np.array_split(shuffled, folds):
+        judged = np.isin(table.prompt, fold)
+        temperatures[judged] = fit_sts(z[~judged], labels[~judged], options).temperatures
+        shared[judged] = fit_shared_temperature(z[~judged], labels[~judged], options)
+    return {"folds": folds} | _metrics(table, temperatures, shared, options)
 
 
 def split_prompts(table: RoundTable, share: float, seed: int) -> tuple[RoundTable, RoundTable | None]:
@@ -175,12 +197,15 @@ def _interval(draws: FloatArray, options: CalibrationOptions) -> FloatArray:
     return np.quantile(draws, [tail, 1.0 - tail], axis=0)
 
 
-def _metrics(table: RoundTable, temperatures: FloatArray, shared: float, options: CalibrationOptions) -> dict[str, Any]:
+def _metrics(
+    table: RoundTable, temperatures: FloatArray, shared: float | FloatArray, options: CalibrationOptions
+) -> dict[str, Any]:
+    """METRICS for temperatures [G], or [N, G] where rounds have their own; shared likewise."""
     z, labels = _arrays(table)
     gamma = z.shape[1]
     predicted = {
         "before": survival(z),
-        "after": survival(z, temperatures),
+        "after": survival(z / temperatures),
         "shared": survival(z / shared),
     }
 
@@ -196,6 +221,7 @@ def _metrics(table: RoundTable, temperatures: FloatArray, shared: float, options
         means = _interval(_bootstrap(table, options, lambda weight: errors(weight).mean(axis=1)), options)
     names = list(predicted)
     slots = []
+    rows = np.broadcast_to(temperatures, z.shape)
     for k in range(gamma):
         before, after, y = predicted["before"][:, k], predicted["after"][:, k], labels[:, k]
         reached = labels[:, k - 1] if k else np.ones(len(y), dtype=bool)
@@ -212,7 +238,7 @@ def _metrics(table: RoundTable, temperatures: FloatArray, shared: float, options
                 "auc": {"before": auc(before, y), "after": auc(after, y)},
                 "auc_conditional": {
                     "before": auc(sigmoid(own), y[reached]),
-                    "after": auc(sigmoid(own / temperatures[k]), y[reached]),
+                    "after": auc(sigmoid(own / rows[reached, k]), y[reached]),
                 },
                 "brier": {name: brier(a[:, k], y) for name, a in predicted.items()},
                 "reliability": {

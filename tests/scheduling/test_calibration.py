@@ -173,3 +173,23 @@ def test_rounds_without_a_confidence_head_cannot_be_calibrated():
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         CalibrationOptions(**options)
+
+
+def test_cross_validation_judges_every_round_with_other_prompts_temperatures(table):
+    options = CalibrationOptions(bootstrap=0)
+    report = calibrate_rounds(table, options=options, folds=4)
+    crossed = report["cross_validation"]
+    usable = table.calibration_rounds()
+    assert (crossed["folds"], crossed["rounds"]) == (4, len(usable))
+    assert crossed["mean_ece"]["after"] < 0.5 * crossed["mean_ece"]["before"]
+    shuffled = np.random.default_rng(0).permutation(np.unique(usable.prompt))
+    predicted = np.zeros((len(usable), usable.gamma))
+    for fold in np.array_split(shuffled, 4):
+        mine = np.isin(usable.prompt, fold)
+        others = usable.select(~mine)
+        fitted = fit_sts(others.confidence_logits, others.accept_prefix(), options)
+        predicted[mine] = survival(usable.confidence_logits[mine], fitted.temperatures)
+    want = [ece(predicted[:, k], usable.accept_prefix()[:, k], options.binning) for k in range(usable.gamma)]
+    assert [slot["ece"]["after"] for slot in crossed["slots"]] == pytest.approx(want)
+    with pytest.raises(ConfigError, match="folds is 1"):
+        calibrate_rounds(table, options=options, folds=1)
