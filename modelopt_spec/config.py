@@ -156,6 +156,10 @@ class BackboneConfig(SpecConfig):
     hyper_connection: HyperConnectionConfig | None = Field(default=None, description="with residual: mhc")
     moe: MoEConfig | None = Field(default=None, description="with mlp: moe")
     latent_attention: LatentAttentionConfig | None = Field(default=None, description="with type: moe_mhc")
+    layer_style: Literal["qwen3", "gemma4"] = Field(
+        default="qwen3", description="gemma4: four norms a layer, normalised values, unscaled scores, gelu"
+    )
+    key_is_value: bool = Field(default=False, description="layer_style gemma4: keys and values share a projection")
 
     @model_validator(mode="before")
     @classmethod
@@ -172,6 +176,8 @@ class BackboneConfig(SpecConfig):
             data["hyper_connection"] = data.get("hyper_connection") or {}
         if data.get("mlp") == "moe":
             data["moe"] = data.get("moe") or {}
+        if data.get("layer_style") == "gemma4":
+            data.setdefault("hidden_act", "gelu_pytorch_tanh")
         return data
 
     @model_validator(mode="after")
@@ -213,6 +219,14 @@ class BackboneConfig(SpecConfig):
             )
         if self.head_dim and self.head_dim % 2:
             raise ConfigError(f"backbone.head_dim {self.head_dim} must be even (rotary embedding)")
+        if self.layer_style == "gemma4" and (
+            self.type != "dense" or self.residual != "plain" or self.mlp != "dense" or self.attention_sink
+        ):
+            raise ConfigError(
+                "backbone.layer_style gemma4 is dense and plain: leave type, residual, mlp and attention_sink unset"
+            )
+        if self.key_is_value and self.layer_style != "gemma4":
+            raise ConfigError("backbone.key_is_value is given but has no effect without layer_style: gemma4")
         return self
 
 

@@ -24,6 +24,7 @@ from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, wri
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.layouts import Draft, expected_shapes
 from modelopt_spec.checkpoints.layouts.base import NO_TARGET, kept_in_float32
+from modelopt_spec.checkpoints.opening import recorded_target, shared_modules
 from modelopt_spec.checkpoints.packing import QUANT_FILE, quantisation_of, quantization_config
 from modelopt_spec.checkpoints.quantise import float_weights, is_quantised, pack
 from modelopt_spec.checkpoints.target_facts import TargetFacts
@@ -291,12 +292,15 @@ def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[s
         if is_quantised(drafter):
             packed = pack(drafter)
             tensors = {name: tensors[name] for name in expected_shapes(drafter.config)} | float_weights(packed)
-        return Draft(drafter.config, tensors, packed), target_identity(source), {}, "a model in memory"
+        draft = Draft(drafter.config, tensors, packed, shared_modules(source, drafter.config))
+        return draft, target_identity(source), {}, "a model in memory"
     root = Path(source)
     description = store.read_description(root)
     tensors = store.read_weights(root, description)
     target = description.get("target_identity") or {"name": str(description.get("target", ""))}
-    return Draft(store.config_of(description), tensors), target, provenance_of(root), str(root)
+    config = store.config_of(description)
+    shared = shared_modules(recorded_target(root), config)
+    return Draft(config, tensors, shared=shared), target, provenance_of(root), str(root)
 
 
 def _cast(draft: Draft, dtype: torch.dtype) -> Draft:

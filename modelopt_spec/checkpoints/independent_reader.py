@@ -84,6 +84,10 @@ class IndependentDraft:
             tensors.update(load_file(file))
         if not tensors:
             raise CheckpointError(f"{root} holds no safetensors file")
+        if "Gemma4DSparkModel" in (config.get("architectures") or []):
+            from modelopt_spec.checkpoints.independent_gemma4 import IndependentGemma4Draft
+
+            return IndependentGemma4Draft(config, unpacked(config, tensors), dtype)
         return cls(config, unpacked(config, tensors), dtype)
 
     # ---- what the files say ----------------------------------------------------------------------------------------

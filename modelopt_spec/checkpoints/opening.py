@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_spec.checkpoints.importing import load_drafter
 from modelopt_spec.checkpoints.store import DESCRIPTION, read_description, restore
+from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets.load import load_target, load_tokenizer
 
-__all__ = ["open_checkpoint", "recorded_target"]
+__all__ = ["open_checkpoint", "recorded_target", "shared_modules"]
 
 CARD = "drafter_card.json"
 
@@ -28,6 +29,24 @@ def recorded_target(checkpoint: str | Path) -> str:
     if (directory / CARD).is_file():
         return str((json.loads((directory / CARD).read_text()).get("target") or {}).get("name") or "")
     return ""
+
+
+def shared_modules(target: nn.Module | str, config: DrafterConfig) -> dict[str, Tensor]:
+    """The target's embedding and output projection, for drafts whose files carry them; {} for the others.
+
+    Args:
+        target: the model, or its name; one that has no plain weights gives {}.
+        config: the drafter's.
+    """
+    if config.backbone.layer_style != "gemma4" or not target:
+        return {}
+    model: Any = load_target(target) if isinstance(target, str) else target
+    modules = {"embed_tokens.weight": model.get_input_embeddings(), "lm_head.weight": model.get_output_embeddings()}
+    weights = {name: getattr(module, "weight", None) for name, module in modules.items()}
+    plain = {
+        name: w for name, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point() and not w.is_meta
+    }
+    return {name: w.detach().cpu() for name, w in plain.items()} if len(plain) == len(modules) else {}
 
 
 def open_checkpoint(

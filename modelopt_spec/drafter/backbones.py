@@ -13,6 +13,10 @@ __all__ = ["BACKBONES"]
 
 def _dense(config: DrafterConfig) -> Drafter:
     """Qwen3-style layers, with hyper-connections or experts where the config asks for them."""
+    if config.backbone.layer_style == "gemma4":
+        from modelopt_spec.drafter.gemma4 import Gemma4Drafter
+
+        return Gemma4Drafter(config)
     if config.backbone.residual == "plain" and config.backbone.mlp == "dense":
         return DenseDrafter(config)
     from modelopt_spec.drafter.moe_dense import MixedDenseDrafter

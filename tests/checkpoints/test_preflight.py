@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelopt_spec.checkpoints.engines import ExportPlan
+from modelopt_spec.checkpoints.engines import ENGINES, ExportPlan
 from modelopt_spec.checkpoints.export import export, write_draft
 from modelopt_spec.checkpoints.layouts import get_layout
 from modelopt_spec.checkpoints.preflight import FACTS, check
@@ -196,8 +196,8 @@ def scaled_export(out, kind):
 
 
 def test_every_fact_in_the_list_is_covered():
-    """The others have tests of their own below, ``quantisation`` in test_quantise."""
-    others = {"window rule", "d2t", "weights", "own modules", "block", "quantisation"}
+    """The others have tests of their own: below, in test_quantise and in test_gemma4."""
+    others = {"window rule", "d2t", "weights", "own modules", "block", "quantisation", "layer style"}
     assert {fact for fact, *_ in MUTATIONS} | others == set(FACTS)
 
 
@@ -262,6 +262,17 @@ def test_blocks_of_several_lengths_beyond_the_training_length(exports):
     assert [f.trained for f in check(exports("vanilla"), contexts=[3]).facts if f.name == "block"] == [
         "3 context positions"
     ]
+
+
+def test_a_config_that_an_engine_cannot_parse_is_a_disagreement(exports, monkeypatch):
+    def reads(directory, target):
+        raise TypeError("head_dim must be a number")
+
+    directory = exports("vanilla")
+    monkeypatch.setattr(ENGINES["vllm"], "reads", reads)
+    report = check(directory, dynamic=False)
+    assert report.disagreements == ("format",)
+    assert [(fact.engine, fact.verdict) for fact in report.facts if fact.bad] == [("vllm", "fails")]
 
 
 def test_another_target(exports):

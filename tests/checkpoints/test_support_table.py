@@ -33,7 +33,9 @@ def random_draft(kind: str) -> Draft:
         for name, shape in expected_shapes(config).items()
     }
     dtype = torch.bfloat16 if config.head.type == "gru" else torch.float32
-    return Draft(config, {n: t if n == "d2t" else t.to(dtype) for n, t in tensors.items()})
+    rows = {name: torch.zeros(97, 32, dtype=dtype) for name in ("embed_tokens.weight", "lm_head.weight")}
+    shared = rows if config.backbone.layer_style == "gemma4" else {}
+    return Draft(config, {n: t if n == "d2t" else t.to(dtype) for n, t in tensors.items()}, shared=shared)
 
 
 @pytest.mark.parametrize(("kind", "engine"), CELLS)

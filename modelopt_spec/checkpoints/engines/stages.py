@@ -1,10 +1,10 @@
-"""Each engine with its DeepSeek-V4 drafts: the dense rules where a draft has dense layers, the others where not."""
+"""Each engine with its DeepSeek-V4 and Gemma-4 drafts: the rules of Qwen3-style layers where a draft has those."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from modelopt_spec.checkpoints.engines import deepseek_v4
+from modelopt_spec.checkpoints.engines import deepseek_v4, gemma4
 from modelopt_spec.checkpoints.engines.base import Directory, Engine, Serving, View
 from modelopt_spec.checkpoints.engines.llama_cpp import LlamaCpp
 from modelopt_spec.checkpoints.engines.sglang import SGLang
@@ -23,12 +23,16 @@ class _WithStages(Engine):
         """By the draft's backbone."""
         if serving.config.backbone.type == "moe_mhc":
             return deepseek_v4.refuses(self.name, serving)
+        if serving.config.backbone.layer_style == "gemma4":
+            return gemma4.refuses(self.name, serving)
         return super().refuses(serving)  # type: ignore[safe-super]
 
     def notes(self, serving: Serving) -> list[str]:
         """By the draft's backbone."""
         if serving.config.backbone.type == "moe_mhc":
             return deepseek_v4.notes(self.name, serving)
+        if serving.config.backbone.layer_style == "gemma4":
+            return gemma4.notes(serving) + super().notes(serving)
         return super().notes(serving)
 
     def launch(self, config: DrafterConfig, layout: str, target: str, draft: str, *rest: Any, **others: Any) -> str:
@@ -41,11 +45,13 @@ class _WithStages(Engine):
         """By the tensors that are there."""
         if deepseek_v4.holds_draft(directory):
             return deepseek_v4.reads(self.name, directory)
+        if gemma4.holds_draft(directory):
+            return gemma4.reads(self.name, directory)
         return super().reads(directory, target)  # type: ignore[safe-super]
 
 
 class _VLLM(_WithStages, VLLM):
-    layouts = (*VLLM.layouts, deepseek_v4.LAYOUT)  # type: ignore[assignment]
+    layouts = (*VLLM.layouts, deepseek_v4.LAYOUT, gemma4.LAYOUT)  # type: ignore[assignment]
 
 
 class _SGLang(_WithStages, SGLang):

@@ -62,6 +62,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "dspark",
         {"head": {"type": "vanilla", "rank": 6}, "backbone": {"attention_sink": True}},
     ),
+    "DSpark vanilla, Gemma-4 layers": (
+        "dspark",
+        {"head": {"type": "vanilla", "rank": 6}, "backbone": {"layer_style": "gemma4", "key_is_value": True}},
+    ),
     "DSpark vanilla, llama3 rope": (
         "dspark",
         {

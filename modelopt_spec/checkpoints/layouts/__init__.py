@@ -8,6 +8,7 @@ from typing import Any
 from modelopt_spec.checkpoints.layouts.base import Draft, Layout, expected_shapes
 from modelopt_spec.checkpoints.layouts.deepseek_v4 import DeepseekV4Layout
 from modelopt_spec.checkpoints.layouts.deepspec import DeepSpecLayout
+from modelopt_spec.checkpoints.layouts.deepspec_gemma4 import DeepSpecGemma4Layout
 from modelopt_spec.checkpoints.layouts.domino import DominoLayout
 from modelopt_spec.checkpoints.layouts.modelopt import ModelOptLayout
 from modelopt_spec.checkpoints.layouts.modelopt_training import ModelOptTrainingLayout
@@ -31,6 +32,7 @@ LAYOUTS: dict[str, Layout] = {
         SpecForgeDSparkLayout(),
         SpecForgeDominoLayout(),
         NemotronLayout(),
+        DeepSpecGemma4Layout(),
         DeepSpecLayout(),
         DominoLayout(),
         ModelOptLayout(),
@@ -62,6 +64,8 @@ def default_layout(config: DrafterConfig) -> Layout:
     """The layout that most engines read for a drafter of this kind."""
     if config.backbone.type == "moe_mhc":
         return LAYOUTS["deepseek_v4"]
+    if config.backbone.layer_style == "gemma4":
+        return LAYOUTS["deepspec_gemma4"]
     if config.head.type == "gru":
         return LAYOUTS["domino"]
     headless = config.head.type == "none" and not config.confidence.enabled

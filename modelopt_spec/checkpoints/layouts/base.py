@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +40,8 @@ class Draft:
     """Weights under the names of the drafter's state dict; quantised ones as the float32 that they stand for."""
     packed: Packed | None = None
     """How the quantised ones are stored."""
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    """The target's modules under their names of :data:`SHARED`, for a layout that carries them."""
 
     @property
     def packed_names(self) -> frozenset[str]:
@@ -179,6 +181,8 @@ def kept_in_float32(config: DrafterConfig) -> frozenset[str]:
 def only_dense(config: DrafterConfig) -> str | None:
     """Why a layout of Qwen3-style layers cannot hold a drafter's backbone; None if it can."""
     backbone = config.backbone
+    if backbone.layer_style != "qwen3":
+        return f"holds Qwen3-style layers only, not {backbone.layer_style}; use layout 'deepspec_gemma4'"
     if backbone.type != "dense":
         return f"holds dense backbones only, not {backbone.type}; use layout 'deepseek_v4'"
     if backbone.residual == "plain" and backbone.mlp == "dense":

@@ -16,10 +16,17 @@ from modelopt_spec.checkpoints.layouts.qwen3_keys import read_backbone, write_ba
 from modelopt_spec.checkpoints.layouts.zlab import flash_config
 from modelopt_spec.checkpoints.safe_read import TensorEntry
 from modelopt_spec.checkpoints.target_facts import TargetFacts
-from modelopt_spec.config import ConfidenceConfig, DFlashConfig, DrafterConfig, DSparkConfig, HeadConfig
+from modelopt_spec.config import (
+    BackboneConfig,
+    ConfidenceConfig,
+    DFlashConfig,
+    DrafterConfig,
+    DSparkConfig,
+    HeadConfig,
+)
 from modelopt_spec.conventions import BlockLayout
 
-__all__ = ["DeepSpecLayout", "read_dspark"]
+__all__ = ["MARKOV_HEADS", "DeepSpecLayout", "draft_keys", "read_dspark"]
 
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
 
@@ -53,21 +60,10 @@ class DeepSpecLayout(Layout):
         ``sample_from_anchor`` stands at the top level only: inside ``dflash_config`` vLLM takes it for a DFlash draft's
         and refuses it.
         """
-        anchor_first = config.layout == BlockLayout.ANCHOR_FIRST
-        rank = 0 if config.head.type == "none" else config.head.rank
-        draft_keys: dict[str, Any] = {
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids or ()),
-            "markov_rank": rank,
-            "markov_head_type": "vanilla" if config.head.type == "none" else config.head.type,
-            "enable_confidence_head": config.confidence.enabled,
-            "confidence_head_with_markov": config.confidence.enabled and config.confidence.with_markov,
-            "sample_from_anchor": anchor_first,
-        }
-        nested = {**flash_config(config, target), "shift_label": anchor_first}
+        keys = draft_keys(config)
+        nested = {**flash_config(config, target), "shift_label": keys["sample_from_anchor"]}
         if config.draft_vocab_size is not None:
-            draft_keys["draft_vocab_size"] = config.draft_vocab_size
+            keys["draft_vocab_size"] = config.draft_vocab_size
         return {
             "architectures": [self.architectures[0]],
             "model_type": "qwen3",
@@ -75,7 +71,7 @@ class DeepSpecLayout(Layout):
             **write_backbone(config.backbone),
             "target_hidden_size": config.target_hidden_size,
             "num_target_layers": config.num_target_layers,
-            **draft_keys,
+            **keys,
             "dflash_config": nested,
         }
 
@@ -92,7 +88,26 @@ class DeepSpecLayout(Layout):
         return sink_to_ours(name)
 
 
-def read_dspark(keys: KeyReader, entries: Mapping[str, TensorEntry], nested: str = "dflash_config.") -> DrafterConfig:
+def draft_keys(config: DrafterConfig) -> dict[str, Any]:
+    """DeepSpec's own keys, none left to a default."""
+    return {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids or ()),
+        "markov_rank": 0 if config.head.type == "none" else config.head.rank,
+        "markov_head_type": "vanilla" if config.head.type == "none" else config.head.type,
+        "enable_confidence_head": config.confidence.enabled,
+        "confidence_head_with_markov": config.confidence.enabled and config.confidence.with_markov,
+        "sample_from_anchor": config.layout == BlockLayout.ANCHOR_FIRST,
+    }
+
+
+def read_dspark(
+    keys: KeyReader,
+    entries: Mapping[str, TensorEntry],
+    nested: str = "dflash_config.",
+    backbone: BackboneConfig | None = None,
+) -> DrafterConfig:
     """A DSpark (or headless) drafter from top-level keys with copies in ``nested``, whichever are there.
 
     Where no key says it, a confidence head that reads the previous token's embedding is recognised by its width.
@@ -101,7 +116,7 @@ def read_dspark(keys: KeyReader, entries: Mapping[str, TensorEntry], nested: str
     def both(ours: str, *names: str, **kwargs: Any) -> Any:
         return keys.get(ours, *(place + name for name in names for place in ("", nested)), **kwargs)
 
-    backbone = read_backbone(keys, nested=nested)
+    backbone = backbone or read_backbone(keys, nested=nested)
     rank = both("head.rank", "markov_rank", default=0, convert=int)
     kind = both("head.type", "markov_head_type", default="vanilla", convert=str).lower()
     enabled = both("confidence.enabled", "enable_confidence_head", "use_confidence_head", default=False, convert=bool)

@@ -96,6 +96,11 @@ def check(
         not_served = {name: "; ".join(view.fails.values()) for name, view in views.items() if view.fails}
         views = {name: view for name, view in views.items() if name not in not_served}
     report_facts.append(Fact("format", "", expected_layout, layout_name, None, "same" if card else "unknown"))
+    report_facts += [
+        Fact("format", name, expected_layout, layout_name, None, "fails", view.fails["format"])
+        for name, view in views.items()
+        if "format" in view.fails
+    ]
     report_facts += _compare(trained, written, views, facts_about_target)
     report_facts += quantisation_facts(root, written.directory, card, written.problems.get("quantisation"), views)
     report_facts += target_fact(trained, written.config, target)
