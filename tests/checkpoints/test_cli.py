@@ -1,6 +1,9 @@
 """The commands that write, read and check drafts, on a run of a second: exit status, JSON and files."""
 
 import json
+import pickle
+import shutil
+import struct
 
 import pytest
 import yaml
@@ -8,6 +11,8 @@ from typer.testing import CliRunner
 
 from modelopt_spec import cli
 from modelopt_spec.checkpoints.engines import ENGINES
+from modelopt_spec.checkpoints.safe_read import read_header
+from modelopt_spec.errors import CheckpointError
 from modelopt_spec.training.train import train
 from tests.checkpoints.test_gguf import tokenizer_file
 from tests.training.tiny_run import make_target, recipe_values, write_chats
@@ -33,6 +38,15 @@ def run(tmp_path_factory):
         lines = [json.dumps({"prompt": f"{text} the lazy dog {i}."}) for i in range(3)]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return root
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    """The vanilla drafter as a published directory without a card, not to be changed."""
+    out = run / "published"
+    assert mtsp("export", run / "vanilla" / "drafter", out, "-q").exit_code == 0
+    (out / "drafter_card.json").unlink()
+    return out
 
 
 def test_export_check_import_export(run, tmp_path):
@@ -84,6 +98,90 @@ def test_export_writes_gguf(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "draft.gguf" in json.loads(result.stdout)["files"]
     assert (tmp_path / "out" / "draft.gguf").read_bytes()[:4] == b"GGUF"
+
+
+class Bomb:
+    """A pickle that leaves a file behind when it is read."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def traversal(source):
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
+    names = read_header(source / "model-1.safetensors")
+    index = dict.fromkeys(names, "../outside.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def truncated(source):
+    whole = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def huge_header(source):
+    (source / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def repeated_key(source):
+    text = (source / "config.json").read_text()
+    (source / "config.json").write_text(text.replace("{", '{"block_size": 3, ', 1))
+
+
+def a_pickle(source):
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(source / "executed")))
+
+
+def a_renamed_pickle(source):
+    (source / "model.safetensors").write_bytes(pickle.dumps(Bomb(source / "executed")))
+
+
+HOSTILE = {
+    traversal: "same directory",
+    truncated: "truncated or damaged",
+    huge_header: "header claims",
+    repeated_key: "'block_size' stands there twice",
+    a_pickle: "are pickles",
+    a_renamed_pickle: "renamed pickle",
+}
+
+
+@pytest.mark.parametrize("harm", HOSTILE)
+def test_hostile_directories_are_refused_and_nothing_is_touched(run, exported, tmp_path, harm):
+    shutil.copytree(exported, tmp_path / "source")
+    harm(tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("x")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    for command in (
+        ("import", tmp_path / "source", out, "--target", run / "target", "--overwrite"),
+        ("check", tmp_path / "source", "--target", run / "target"),
+    ):
+        result = mtsp(*command, "-q")
+        assert result.exit_code != 0
+        assert isinstance(result.exception, CheckpointError)
+        assert HOSTILE[harm] in str(result.exception)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert (out / "mine").read_text() == "x"
+
+
+def test_contradictions_may_be_allowed(run, exported, tmp_path):
+    shutil.copytree(exported, tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = 5
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    arguments = ["import", tmp_path / "source", tmp_path / "out", "--target", run / "target", "--json", "-", "-q"]
+    assert "contradicts itself" in str(mtsp(*arguments).exception)
+    result = mtsp(*arguments, "--allow-contradictions")
+    assert result.exit_code == 0, result.output
+    assert "mask_token_id" in json.loads(result.stdout)["overruled"][0]
+    written = json.loads((tmp_path / "out" / "drafter.json").read_text())["config"]
+    assert written["mask_token_id"] == config["mask_token_id"]
 
 
 def test_engines():

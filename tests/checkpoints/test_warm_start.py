@@ -13,7 +13,7 @@ from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.training.train import train
 from tests.checkpoints.drafts import CASES, converted
 from tests.tiny import tiny
-from tests.training.tiny_run import make_target, recipe_values, write_chats
+from tests.training.tiny_run import losses, make_target, recipe_values, write_chats
 
 
 @pytest.fixture
@@ -107,6 +107,30 @@ def test_distill_trains_the_head_and_nothing_else(run, tmp_path):
     assert result.report["steps"] == 4
     report = export(result.checkpoint, tmp_path / "out", engines=["vllm", "llama.cpp", "sglang"], quiet=True)
     assert report.layout == "deepspec"
+
+
+def test_a_recipe_starts_from_a_published_directory(run, tmp_path):
+    root, first = run
+    export(first.model, tmp_path / "published", engines=["sglang"], quiet=True)
+    values = yaml.safe_load((root / "recipe.yaml").read_text())
+    values["drafter"] |= {"init_from": str(tmp_path / "published"), "freeze": ["backbone"]}
+    values["training"] |= {"output_dir": str(tmp_path / "on"), "max_steps": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    result = train(tmp_path / "recipe.yaml", quiet=True)
+    old, new = first.model.drafter.state_dict(), result.model.drafter.state_dict()
+    frozen = [name for name in new if not name.startswith(("markov_head.", "confidence_head."))]
+    assert frozen
+    assert all(torch.equal(old[name], new[name]) for name in frozen)
+    assert not torch.equal(old["markov_head.joint_proj.weight"], new["markov_head.joint_proj.weight"])
+
+
+def test_a_distilled_head_learns(run, tmp_path):
+    """What the rnn head did with the two shared tables, a vanilla head has to learn anew: its loss falls."""
+    _, first = run
+    options = ["training.learning_rate=0.03", "training.logging_steps=1"]
+    result = distill(first.checkpoint, tmp_path / "vanilla", steps=40, overrides=options, quiet=True)
+    values = losses(result.report)
+    assert sum(values[-8:]) < 0.9 * sum(values[:8])
 
 
 def test_distill_mistakes(run, tmp_path):
