@@ -88,7 +88,9 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, limit: float | None) -> None:
         super().__init__()
-        self.limit = limit
+        self.num_experts, self.limit = num_experts, limit
+        self.exchange: Any = None
+        """How tokens get to experts on other ranks; see :mod:`modelopt_spec.drafter.experts_parallel`."""
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         if not self.down_proj.is_meta:
@@ -106,16 +108,24 @@ class Experts(nn.Module):
         """
         chosen = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
-        counts = ids.flatten().bincount(minlength=self.gate_up_proj.shape[0])
-        gate_up: Tensor = self.gate_up_proj
-        down: Tensor = self.down_proj
-        if torch.is_autocast_enabled(x.device.type):
-            half = torch.get_autocast_dtype(x.device.type)
-            gate_up, down = gate_up.to(half), down.to(half)
+        counts = ids.flatten().bincount(minlength=self.num_experts)
+        gate_up, down = self._weights(x.device.type)
         rows = x.to(gate_up.dtype)[order // chosen]
-        inner = gated(grouped_linear(rows, gate_up, counts), self.limit)
-        out = grouped_linear(inner, down, counts)
+
+        def compute(rows: Tensor, counts: Tensor) -> Tensor:
+            return grouped_linear(gated(grouped_linear(rows, gate_up, counts), self.limit), down, counts)
+
+        out = compute(rows, counts) if self.exchange is None else self.exchange(rows, counts, compute)
         unsorted = torch.empty_like(order)
         unsorted[order] = torch.arange(len(order), device=order.device)
         pairs = out[unsorted].unflatten(0, (-1, chosen))
         return (pairs.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _weights(self, device: str) -> tuple[Tensor, Tensor]:
+        """Both matrices of this rank's experts, in autocast's type where it is on."""
+        weights: list[Tensor] = [self.gate_up_proj, self.down_proj]
+        if self.exchange is not None:
+            weights = [self.exchange.local(weight) for weight in weights]
+        if torch.is_autocast_enabled(device):
+            weights = [weight.to(torch.get_autocast_dtype(device)) for weight in weights]
+        return weights[0], weights[1]

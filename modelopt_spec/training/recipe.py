@@ -95,6 +95,7 @@ class TrainingSection(SpecConfig):
     remote: RemoteSection = Field(default_factory=RemoteSection, description="where remote features come from")
     max_minutes: float | None = Field(default=None, gt=0, description="stop after this time, with the state saved")
     shard_target: bool = Field(default=False, description="spread the target's layers over all ranks (FSDP2)")
+    expert_parallel: bool = Field(default=False, description="each rank holds a share of the drafter's experts (FSDP2)")
     check_finite: bool = Field(default=True, description="stop with the row's index when a loss is not finite")
 
     @model_validator(mode="before")

@@ -9,6 +9,7 @@ Legend: B rows, S context positions, N blocks, K slots, n streams, D hidden, H h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,7 @@ from modelopt_spec.config import BackboneConfig, DrafterConfig
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.drafter.moe import MoE
 
-__all__ = ["Sizes", "active_parameters", "sizes"]
+__all__ = ["Sizes", "active_parameters", "show_sizes", "sizes"]
 
 _ADAM_MOMENTS = 2
 _SINKHORN_NUMBERS = 4
@@ -105,6 +106,25 @@ def sizes(drafter: Drafter, *, rows: int, length: int, num_anchors: int, compute
         activation_bytes=entry + layers * layer,
         checkpointed_bytes=entry + layers * inputs + layer,
     )
+
+
+def show_sizes(drafter: Drafter, arguments: Any, *, length: int, num_anchors: int) -> None:
+    """Print the sizes of a drafter with experts or several streams before it trains; a dense one says little new.
+
+    Args:
+        drafter: about to be trained. arguments: the run's TrainingArguments.
+        length: longest row, in tokens. num_anchors: blocks of a row.
+    """
+    backbone = drafter.config.backbone
+    if backbone.mlp == "dense" and backbone.residual == "plain":
+        return
+    sizes(
+        drafter,
+        rows=arguments.per_device_train_batch_size,
+        length=length,
+        num_anchors=num_anchors,
+        compute_bytes=2 if arguments.bf16 or arguments.fp16 else 4,
+    ).show()
 
 
 def _streams(backbone: BackboneConfig) -> int:

@@ -18,6 +18,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
+from modelopt_spec.drafter.experts_parallel import spread_for_training
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.progress import progress
 from modelopt_spec.targets.load import load_target, load_tokenizer
@@ -26,6 +27,7 @@ from modelopt_spec.training.features import FeatureSource, MemoryFeatures, Onlin
 from modelopt_spec.training.interrupt import Interrupt
 from modelopt_spec.training.module import DraftTrainingModule
 from modelopt_spec.training.recipe import Recipe, load_recipe
+from modelopt_spec.training.sizes import show_sizes
 from modelopt_spec.training.trainer import Collator, DraftTrainer, IndexedRows
 from modelopt_spec.versions import versions
 
@@ -112,6 +114,11 @@ def train(
         sharding.shard_target(model, arguments.device)
     torch.manual_seed(arguments.seed)
     _attach(model, tokenizer, loaded, quiet=quiet or not arguments.should_log)
+    drafter: Any = model.drafter
+    if not quiet and arguments.should_log:
+        show_sizes(drafter, arguments, length=loaded.data.max_length, num_anchors=loaded.training.num_anchors)
+    if loaded.training.expert_parallel:
+        spread_for_training(drafter, arguments)
     trainer = _trainer(model, tokenizer, data, loaded, arguments, quiet=quiet)
     started = time.time()
     stopped_by = _run(trainer, checkpoint, loaded.training.max_minutes, quiet=quiet)

@@ -89,7 +89,9 @@ def test_the_tiny_recipe_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             f"training.output_dir={tmp_path / 'run'}",
         ],
     )
-    result = train(recipe, quiet=True)
+    result = train(recipe)
+    shown = capsys.readouterr().err
+    assert "active for a slot" in shown and "(Adam, float32)" in shown
     losses = [row["loss"] for row in result.report["curves"] if "loss" in row]
     assert losses[-1] < losses[0]
     assert result.model.drafter.config.backbone.type == "moe_mhc"

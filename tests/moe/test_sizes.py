@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from modelopt_spec.config import LossConfig
 from modelopt_spec.conversion import convert
+from modelopt_spec.training.costs import StepShape, drafter_flops
 from modelopt_spec.training.sizes import active_parameters, sizes
 from tests.moe.blocks import ANCHORS, LENGTH, batch
 from tests.tiny import tiny
@@ -78,3 +81,23 @@ def test_the_table_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     sizes(_drafter("v4"), rows=1, length=64, num_anchors=4).show()
     shown = capsys.readouterr().err
     assert "active for a slot" in shown and "optimizer" in shown and "MB" in shown
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_planned_flops_are_those_of_a_step(name: str) -> None:
+    """What a plan counts, against every product that torch runs forward and backward in the backbone.
+
+    A plan leaves out small products (scores of the router, mixing of streams) and counts the first layer's inputs as if
+    they needed gradients.
+    """
+    drafter = _drafter(name).train()
+    drafter.requires_grad_(True)
+    ids, features, blocks = batch(drafter)
+    shape = StepShape.of({"input_ids": ids, "lengths": [ids.shape[1]] * 2}, blocks)
+    planned = drafter_flops(drafter, LossConfig(ce=1.0), shape)
+    with FlopCounterMode(display=False) as counter:
+        hidden, _ = drafter.encode(drafter.context(features.taps), blocks, None)
+        hidden.sum().backward()
+    wanted = planned["context"] + planned["blocks"]
+    attention = planned["attention"]
+    assert wanted * 0.85 < counter.get_total_flops() < (wanted + 3 * attention) * 1.15
