@@ -25,6 +25,7 @@ PATH = (
     "profile",
     "simulate",
     "export",
+    "export-beside",
     "check",
     "import",
     "data",
