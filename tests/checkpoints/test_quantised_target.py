@@ -11,6 +11,7 @@ from modelopt_spec.conversion import convert
 from modelopt_spec.decoding.generate import generate
 from modelopt_spec.targets.base import open_target
 from tests.checkpoints.drafts import randomise
+from tests.moe.blocks import batch, loss_of
 from tests.tiny import tiny
 
 
@@ -77,3 +78,28 @@ def test_generation_is_lossless(kind):
         plain = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
     drafted = generate(model, ids, max_new_tokens=12)
     assert drafted.sequences[0].tolist() == plain[0].tolist()
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_training_reads_the_targets_distribution_from_its_modules(kind):
+    """The loss is that of a whole target whose output projection is the matrix that the module stands for."""
+    model = TARGETS[kind]()
+    convert(model, ("dspark", {"mask_token_id": 96, "block_size": 4, "head": {"rank": 6}}), quiet=True)
+    randomise(model.drafter)
+    _, features, blocks = batch(model.drafter)
+    loss = loss_of(model.drafter, features, blocks)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.drafter.named_parameters() if p.grad is not None}
+    assert all(torch.isfinite(gradient).all() and gradient.abs().max() > 0 for gradient in gradients.values())
+    assert not any(p.grad is not None for name, p in model.named_parameters() if not name.startswith("drafter."))
+    model.drafter.zero_grad()
+    with torch.no_grad():
+        matrix = model.lm_head(torch.eye(32)).T.contiguous()
+    whole = nn.Linear(32, 97, bias=False)
+    whole.weight = nn.Parameter(matrix, requires_grad=False)
+    model.lm_head = whole
+    exact = loss_of(model.drafter, features, blocks)
+    if kind == "packed":
+        assert torch.allclose(loss, exact, atol=1e-5)
+    else:
+        assert not torch.allclose(loss, exact, atol=1e-6), "inputs are rounded too, which a matrix cannot show"
