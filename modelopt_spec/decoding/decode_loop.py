@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class _Round:
     accepted: list[int]
     committed: list[int]
     block: DraftBlock | None
+    """Without its distributions, which are R m V numbers."""
     accept_prob: Tensor | None
     draft_prob: Tensor | None
 
@@ -271,7 +272,7 @@ class DecodeLoop:
                 verified=[k if end else n for k, n, end in zip(kept, lengths, ended, strict=True)],
                 accepted=[k if end else n for k, n, end in zip(kept, accepted, ended, strict=True)],
                 committed=kept,
-                block=block,
+                block=None if block is None else replace(block, probabilities=None),
                 accept_prob=accept_prob,
                 draft_prob=draft_prob,
             )

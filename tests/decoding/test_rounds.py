@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from modelopt_spec.decoding.decode_loop import DecodeLoop
 from modelopt_spec.decoding.generate import generate
 from modelopt_spec.decoding.rounds import RoundRecord, read_rounds, rounds_header, write_rounds
 from modelopt_spec.decoding.sampling import Sampling, probabilities
@@ -117,3 +118,19 @@ def test_older_files_without_verified_counts():
     row = {"prompt": 0, "round": 0, "position": 3, "drafted": [1, 2], "accepted": 1, "committed": 2}
     record = RoundRecord.from_json({**row, "temperature": 0, "context_tokens": 3, "confidence_logits": None})
     assert record.verified == 2
+
+
+def test_recorded_rounds_do_not_hold_on_to_distributions(monkeypatch):
+    """They are draft tokens times vocabulary a round: gigabytes for a long sampled answer."""
+    model, ids = add_drafter(tiny_target()), torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    held = []
+    records = DecodeLoop.records
+
+    def look(self):
+        held.extend(self._rounds)
+        return records(self)
+
+    monkeypatch.setattr(DecodeLoop, "records", look)
+    generate(model, ids, max_new_tokens=12, do_sample=True, top_k=0, seed=0, record_probabilities=True)
+    assert len(held) > 1
+    assert all(item.block is None or item.block.probabilities is None for item in held)
