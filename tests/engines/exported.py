@@ -96,15 +96,16 @@ def fit(model: Any, prompt: Sequence[int], answer: Sequence[int], steps: int = 3
     drafter.eval()
 
 
-def fitted(directory: Path, kind: str, prompt: Sequence[int], answer: Sequence[int]) -> nn.Module:
-    """The target with a drafter of a kind; one of a reduced vocabulary gets the weights of one of the whole."""
+def fitted(
+    directory: Path, kind: str, prompt: Sequence[int], answer: Sequence[int], whole: nn.Module | None = None
+) -> nn.Module:
+    """The target with a drafter of a kind; one of a reduced vocabulary gets the weights of ``whole``, a drafter."""
     mode, settings = KINDS[kind]
-    reduced = "draft_vocab_size" in settings
     torch.manual_seed(0)
     model = target_model(directory)
     convert(model, (mode, {**SHAPE, **settings}), quiet=True)
-    if reduced:
-        reduce_vocabulary(model.drafter, fitted(directory, "DSpark vanilla", prompt, answer).drafter, answer)
+    if whole is not None:
+        reduce_vocabulary(model.drafter, whole, answer)
         model.drafter.eval()
     else:
         spread(model.drafter)

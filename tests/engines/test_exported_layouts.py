@@ -76,7 +76,8 @@ def model_of(target_dir: Path, prompts: Prompts, answers: Prompts) -> Callable[[
     def get(kind: str) -> nn.Module:
         kind = RANK_ZERO if kind == ZERO_HEAD else kind
         if kind not in known:
-            known[kind] = fitted(target_dir, kind, prompts[FITTED], answers[FITTED][: NEW_TOKENS + 1])
+            whole = get(VANILLA).drafter if kind == REDUCED else None
+            known[kind] = fitted(target_dir, kind, prompts[FITTED], answers[FITTED][: NEW_TOKENS + 1], whole)
         return known[kind]
 
     return get

@@ -30,7 +30,7 @@ from tests.engines.v4_maker import write_target
 from tests.moe.blocks import loss_of
 from tests.moe.v4 import shake
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 PROMPTS = (tuple(range(1000, 1024)), (5, 77, 1234, 9, 40000, 321))
 NEW_TOKENS, SLOTS, MASK = 24, 5, 17
