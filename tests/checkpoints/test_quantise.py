@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +243,39 @@ def test_damaged_scales_do_not_import(tmp_path, exports):
 
 
 # ---- a quantised target ----------------------------------------------------------------------------------------------
+
+
+# ---- the documentation -----------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+BEGIN, END = "<!-- quantised: begin -->\n", "<!-- quantised: end -->\n"
+
+
+def measured():
+    """The table of the recorded `mtsp quantize` runs, and what ran; nothing where no run is recorded."""
+    record = DOCS.parent / "results" / "quantised.json"
+    if not record.is_file():
+        return ""
+    content = json.loads(record.read_text())
+    lines = [
+        "| format | accepted length before | after | rounds | weights before | after |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, report in content["results"].items():
+        before, after = (
+            f"{part['tau']:.3f} ({part['tau_interval'][0]:.3f} to {part['tau_interval'][1]:.3f})"
+            for part in (report["before"], report["after"])
+        )
+        sizes = [f"{report['bytes'][when] / 1e6:.1f} MB" for when in ("before", "after")]
+        lines.append(f"| `{name}` | {before} | {after} | {report['after']['rounds']} | {' | '.join(sizes)} |")
+    return f"{content['text']}\n\n    {content['command']}\n\n" + "\n".join(lines) + "\n"
+
+
+def test_documentation_holds_the_measurements():
+    """Set MTSP_UPDATE_DOCS=1 to write them."""
+    before, rest = DOCS.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    current = f"{before}{BEGIN}{measured()}{END}{after}"
+    if os.environ.get("MTSP_UPDATE_DOCS") == "1":
+        DOCS.write_text(current)
+    assert DOCS.read_text() == current, "docs/checkpoints.md is out of date: run this test with MTSP_UPDATE_DOCS=1"
