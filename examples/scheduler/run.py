@@ -39,13 +39,16 @@ from modelopt_spec.scheduling.sweep import compare_measured, policy_from_name, s
 
 HERE = Path(__file__).parent
 HELD_OUT = HERE.parent / "demo" / "data" / "heldout.jsonl"
-LOADS = {1: 4, 2: 4, 4: 8, 8: 16, 16: 16}
+LOADS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16}
 """Concurrent requests, and the prompts that they are measured on."""
-POLICIES = ("none", "fixed", "fixed:2", "threshold:0.3", "scheduler")
+POLICIES = ("none", "fixed", "threshold:0.3", "scheduler")
 CONTEXTS = (64, 256)
-NEW_TOKENS = 40
-TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
-HELD_OUT_PROMPTS, CHUNK = 100, 16
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Batch tokens of the cost table: 1, 2, 4 or 8 a request."""
+NEW_TOKENS = 24
+SETTINGS = {"greedy": (0.0, 100), "sampled": (1.0, 64)}
+"""Sampling temperature, and the first held-out prompts that rounds are recorded of."""
+CHUNK = 16
 
 
 class Run:
@@ -69,8 +72,8 @@ class Run:
 
     def calibrate(self) -> None:
         """Rounds of all held-out prompts, greedy and sampled; a fit on some prompts, judged on the others."""
-        for name, temperature in TEMPERATURES.items():
-            table = join_rounds([self.rounds(name, temperature, i) for i in range(0, HELD_OUT_PROMPTS, CHUNK)])
+        for name, (temperature, _) in SETTINGS.items():
+            table = self.all_rounds(name)
             report = api.calibrate(
                 *self.model,
                 [HELD_OUT],
@@ -87,7 +90,11 @@ class Run:
             reports.draw_reliability(report, self.out / f"reliability_{name}.png")
             print(name, reports.calibration_table(report), sep="\n")
 
-    def rounds(self, name: str, temperature: float, first: int) -> RoundTable:
+    def all_rounds(self, name: str) -> RoundTable:
+        """Rounds of all prompts of a setting."""
+        return join_rounds([self.rounds(name, first) for first in range(0, SETTINGS[name][1], CHUNK)])
+
+    def rounds(self, name: str, first: int) -> RoundTable:
         """Rounds of the prompts from number ``first`` on, made once and kept."""
         path = self.work / f"rounds_{name}_{first}.jsonl"
         if not path.is_file():
@@ -95,7 +102,7 @@ class Run:
             prompts = self.work / f"prompts_{path.stem}.jsonl"
             lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[first : first + CHUNK]
             prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            self.record(prompts, path, temperature, 128, first)
+            self.record(prompts, path, SETTINGS[name][0], 128, first)
         return read_rounds(path)
 
     def record(self, prompts: Path, path: Path, temperature: float, new_tokens: int, seed: int = 0) -> None:
@@ -114,7 +121,7 @@ class Run:
         )
 
     def measure(self) -> None:
-        """Cost slices and throughput in turn."""
+        """Cost slices and throughput in turn, a slice first and last."""
         serving = self.work / "serving_rounds.jsonl"
         if not serving.is_file():
             prompts = self.work / "prompts_serving.jsonl"
@@ -131,6 +138,8 @@ class Run:
                 if not path.is_file():
                     write_report(self.throughput(load), path)
                     self.pause()
+        if not self.slice_path(self.options.repeats).is_file():
+            self.measure_slice(self.options.repeats)
 
     def slice_path(self, index: int) -> Path:
         """File of one cost slice."""
@@ -145,6 +154,7 @@ class Run:
                 requests=list(LOADS),
                 gamma=steps.gamma,
                 contexts=CONTEXTS,
+                tokens=TOKENS,
                 draft_fn=steps.draft,
                 repeats=3,
                 warmup=1,
@@ -191,7 +201,7 @@ class Run:
         reports.cost_figure(profile, self.out / "cost.png")
         cost = cost_from_dict(profile["cost"])
         self.compare(cost)
-        table = join_rounds([self.rounds("greedy", 0.0, i) for i in range(0, HELD_OUT_PROMPTS, CHUNK)])
+        table = self.all_rounds("greedy")
         common = {"temperatures": self.calibration()["temperatures"], "loads": list(LOADS)}
         policies = ("none", "fixed", "fixed:1", "fixed:2", "threshold:0.3", "scheduler")
         for name, padded in (("padded", True), ("ragged", False)):

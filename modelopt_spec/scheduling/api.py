@@ -71,7 +71,7 @@ def calibrate(
         out: ``scheduler.json`` to write, or to complete where it holds this drafter's cost table; None writes nothing.
         rounds: already recorded full-block rounds of this drafter (a file or a table) instead of collecting them.
         rounds_out: keep the collected rounds here.
-        temperature: sampling temperature, as served.
+        temperature: sampling temperature, as served; with ``rounds`` what their header says wins.
         num_draft_tokens: draft tokens a block; default what the block was trained for.
         max_new_tokens: of each answer.
         batch_size: prompts decoded together while rounds are collected; what is accepted does not depend on it.
@@ -114,10 +114,12 @@ def calibrate(
             table = read_rounds(path)
         else:
             table = rounds if isinstance(rounds, RoundTable) else read_rounds(rounds)
+            temperature = float(table.header.get("temperature", temperature))
+    identity = identity_of(model, tokenizer)
+    _same_drafter(table, identity)
     dataset = ", ".join(Path(prompt).stem for prompt in prompts)
     report = calibrate_rounds(table, held_out_share=held_out_share, folds=folds, options=options, dataset=dataset)
     if out is not None:
-        identity = identity_of(model, tokenizer)
         file = _existing(Path(out), table.gamma, identity)
         file = dataclasses.replace(
             file,
@@ -221,6 +223,8 @@ def simulate(
     """
     table = read_rounds(rounds)
     file = None if scheduler is None else load_scheduler(scheduler, gamma=table.gamma)
+    if file is not None:
+        _same_drafter(table, file.identity)
     steps = read_cost(cost) if cost is not None else None if file is None else file.cost
     if steps is None:
         raise ConfigError("no cost table: pass cost, or a scheduler file that has one (profile the machine first)")
@@ -293,6 +297,16 @@ def _collect(
 
     off: dict[str, Any] = dict.fromkeys(("baseline", "control", "probabilities"), False)
     evaluate(model, tokenizer, prompts, rounds_out=path, **off, **options)
+
+
+def _same_drafter(table: RoundTable, identity: Identity) -> None:
+    """Refuse rounds whose header names another drafter."""
+    recorded, known = table.header.get("drafter_fingerprint"), identity.drafter_fingerprint
+    if recorded and known and recorded != known:
+        raise CheckpointError(
+            f"the rounds were recorded with another drafter (fingerprint {str(recorded)[:12]}, here {known[:12]}; the "
+            "dtype counts): record them with this one"
+        )
 
 
 def _existing(out: Path, gamma: int, identity: Identity) -> SchedulerFile:

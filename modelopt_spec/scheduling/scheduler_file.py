@@ -115,6 +115,8 @@ class SchedulerFile:
     def __post_init__(self) -> None:
         if self.gamma < 1:
             raise ConfigError(f"gamma is {self.gamma}: a block has at least one draft token")
+        if not (np.isfinite(self.sampling_temperature) and self.sampling_temperature >= 0):
+            raise ConfigError(f"sampling_temperature is {self.sampling_temperature}: it is 0 (greedy) or positive")
         if self.calibration is not None:
             check_temperatures(self.calibration.temperatures, self.gamma)
             check_temperatures([self.calibration.shared_temperature], 1)

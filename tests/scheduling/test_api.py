@@ -17,6 +17,7 @@ from modelopt_spec.scheduling import api
 from modelopt_spec.scheduling.cost import AdditiveCostTable
 from modelopt_spec.scheduling.model_steps import ModelSteps
 from modelopt_spec.scheduling.policies import FixedLength, PrefixScheduler
+from modelopt_spec.scheduling.rounds import rounds_from_records
 from modelopt_spec.scheduling.scheduler_file import SchedulerFile, load_scheduler, save_scheduler
 from tests.decoding.tiny import add_drafter, tiny_target
 from tests.scheduling.synthetic import memory_bound_cost, round_records
@@ -234,3 +235,21 @@ def test_a_scheduler_file_is_checked_where_it_is_used(model, tmp_path):
     empty = save_scheduler(tmp_path / "empty.json", SchedulerFile(5, mine.identity))
     with pytest.raises(ConfigError, match="no cost table"):
         generate(model, prompts, max_new_tokens=4, scheduler=empty)
+
+
+def test_rounds_of_another_drafter_are_refused(model, tmp_path):
+    header, records = round_records(gamma=5)
+    mine = rounds_from_records(
+        header | {"drafter_fingerprint": api.identity_of(model).drafter_fingerprint, "temperature": 0.3}, records
+    )
+    out = tmp_path / "scheduler.json"
+    options = {"bootstrap": 0, "max_noise": 0.2}
+    api.calibrate(model, Tokenizer(), [], rounds=mine, out=out, **options)
+    assert load_scheduler(out).sampling_temperature == 0.3
+    theirs = rounds_from_records(header | {"drafter_fingerprint": "other"}, records)
+    with pytest.raises(CheckpointError, match="recorded with another drafter"):
+        api.calibrate(model, Tokenizer(), [], rounds=theirs, **options)
+    path = tmp_path / "rounds.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in [theirs.header, *records]) + "\n")
+    with pytest.raises(CheckpointError, match="recorded with another drafter"):
+        api.simulate(path, _saved(memory_bound_cost(), tmp_path), scheduler=out, loads=[1])

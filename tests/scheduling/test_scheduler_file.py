@@ -135,6 +135,7 @@ def test_an_edited_file_is_refused(tmp_path):
         (lambda d: d["cost"].update(token_probes=[], theta_seconds=[]), ConfigError, "token_probes is empty"),
         (lambda d: d["policy"].update(delays=1), CheckpointError, "unknown key 'delays'.*Did you mean 'delay'"),
         (lambda d: d.update(gamma=0), ConfigError, "gamma is 0"),
+        (lambda d: d.update(sampling_temperature=-0.5), ConfigError, "sampling_temperature is -0.5"),
         (lambda d: d.update(version=2), CheckpointError, "version 2"),
         (lambda d: d.update(kind="other"), CheckpointError, "no scheduler file"),
         (lambda d: d.pop("cost"), CheckpointError, r"lacks \['cost'\]"),
