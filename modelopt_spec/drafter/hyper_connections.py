@@ -32,8 +32,12 @@ from modelopt_spec.errors import ConfigError
 __all__ = ["Float32Module", "HyperConnection", "Mixing", "PlainResidual", "StreamCollapse", "sinkhorn"]
 
 _HALF = (torch.bfloat16, torch.float16)
-_DIAGONAL = 4.0
-"""Initial logit of comb's diagonal: a stream keeps 95 % of itself with n = 4."""
+_DIAGONAL = 2.0
+"""Initial logit of comb's diagonal: with n = 4 a stream keeps 71 % of itself.
+
+The nearer a matrix is to a permutation, the slower Sinkhorn's iterations reach it. Around this start 20 of them leave
+rows exact to eps while logits move by less than about 0.3; a diagonal of 4 starts where they are off by 1e-3.
+"""
 
 
 class Float32Module(nn.Module):
@@ -65,7 +69,9 @@ def sinkhorn(logits: Tensor, *, iterations: int, eps: float, across: int = -1, d
     """A doubly stochastic matrix from logits.
 
     softmax across each row, plus eps; one column normalisation; then ``iterations - 1`` times row and column, each
-    with eps in the divisor (DeepSeek-V4). The columns come last, so they are exact to eps and the rows nearly so.
+    with eps in the divisor (DeepSeek-V4). The columns come last, so they are exact to eps. Rows approach 1 at a rate
+    that falls with the spread of the logits: 20 iterations reach eps for logits within 1.5 of their mean (n = 4), and
+    leave 2e-2 for logits within 4. Engines fix number and order of the iterations, so none are added here.
 
     Args:
         logits: any shape with the matrix on the axes ``down`` (rows) and ``across`` (columns).

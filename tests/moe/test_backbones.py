@@ -12,6 +12,7 @@ import torch
 import modelopt_spec as mtsp
 from modelopt_spec.conversion import convert
 from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.drafter.hyper_connections import HyperConnection, StreamCollapse
 from modelopt_spec.drafter.moe_dense import MixedDenseDrafter
 from modelopt_spec.drafter.moe_mhc import MoEMHCDrafter
 from modelopt_spec.errors import ConfigError
@@ -166,6 +167,27 @@ def test_fresh_streams_are_the_plain_network(streams: int, mode: str) -> None:
     if streams > 1:
         moved = [theirs[name].grad for name in theirs if name.endswith(("attn_hc.scale", "ffn_hc.scale", "hc_scale"))]
         assert all(gradient is not None and float(gradient.abs().max()) > 0 for gradient in moved)
+
+
+@torch.no_grad()
+def test_one_stream_with_identity_mappings_is_the_dense_network_to_the_last_digits() -> None:
+    """pre = post = comb = 1 in float64: the same loss to 1e-10."""
+    dense, mixed = (drafter.double() for drafter in _pair(1))
+    dense.target.model.double()  # type: ignore[union-attr]
+    mixed.target.model.double()  # type: ignore[union-attr]
+    connections = [m for m in mixed.modules() if isinstance(m, HyperConnection | StreamCollapse)]
+    assert len(connections) == 5
+    for module in connections:
+        module.eps = 1e-14
+        base = module.base if isinstance(module, HyperConnection) else module.hc_base
+        base[0] = 40.0
+    _, features, blocks = batch(dense)
+    streams = torch.randn(3, 1, dense.config.backbone.hidden_size or 0, dtype=torch.float64)
+    _, mixing = connections[0](streams)
+    for mapping in mixing:
+        torch.testing.assert_close(mapping, torch.ones_like(mapping), rtol=0, atol=1e-12)
+    losses = [float(loss_of(drafter, features, blocks)) for drafter in (dense, mixed)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
 
 
 def test_fresh_v4_stages_are_a_plain_residual_network() -> None:
