@@ -146,8 +146,9 @@ def compare(
         quiet=quiet,
     )
     call("reports.comparison:draw_comparison", result, out / "comparison.png")
-    columns = ["", "tau", "by seed", "95% intervals", "head us/token", "multiply-adds", "state"]
-    print_table("same data, seeds and steps", columns, call("reports.comparison:comparison_rows", result), quiet=quiet)
+    from modelopt_spec.reports.comparison import COLUMNS, comparison_rows
+
+    print_table("same data, seeds and steps", list(COLUMNS), comparison_rows(result), quiet=quiet)
     emit(result, json_path)
 
 

@@ -255,24 +255,24 @@ def heads_table(path: Path) -> str:
     if not path.is_file():
         where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         return f"*No comparison is committed at `{where}` yet, so there are no numbers here.*\n"
-    from modelopt_spec.reports.comparison import comparison_rows
+    from modelopt_spec.reports.comparison import COLUMNS, comparison_rows
 
     comparison = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for entry, row in zip(comparison["entries"], comparison_rows(comparison), strict=True):
-        label, tau, by_seed, intervals, microseconds, multiply_adds, state = row
-        shares = entry["runs"][0]["evaluation"]["pooled"]["conditional_acceptance"]
+        label, tau, span, by_seed, difference, microseconds, multiply_adds, state = row
+        shares = entry["summary"]["conditional_acceptance"]
         slots = " ".join("-" if share is None else f"{share:.0%}" for share in shares)
-        rows.append(
-            [label, f"{tau:.3f}", by_seed, intervals, slots, f"{microseconds:.0f}", f"{multiply_adds:,}", f"{state:,}"]
-        )
-    head = ["", "tau", "by seed", "95% intervals", "acceptance by slot", "head, µs a token", "multiply-adds", "state"]
+        cost = [f"{microseconds:.0f}", f"{multiply_adds:,}", f"{state:,}"]
+        rows.append([label, f"{tau:.3f}", span, by_seed, difference, slots, *cost])
+    head = [*COLUMNS[:5], "acceptance by slot", *COLUMNS[5:]]
     first = comparison["entries"][0]["runs"][0]
     facts = (
         f"Measured by `mtsp compare` on {len(comparison['entries'])} entries and seeds "
         f"{', '.join(map(str, comparison['seeds']))}: {first['training']['steps']} steps each on the same rows, "
         f"tau on the same {first['evaluation']['pooled']['prompts']} held-out prompts in real rounds. "
-        "Acceptance by slot is conditional, of the first seed. Head time is one thread of this machine's CPU."
+        "Intervals and differences are bootstrapped over prompts (95%, paired), all seeds together; acceptance by slot is "
+        "conditional. Head time is one thread of this machine's CPU."
     )
     return "\n".join([*_table(head, rows), "", facts]) + "\n"
 

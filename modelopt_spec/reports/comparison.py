@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,19 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["comparison_rows", "draw_comparison"]
+__all__ = ["COLUMNS", "comparison_rows", "draw_comparison"]
+
+COLUMNS = (
+    "",
+    "tau",
+    "95% interval",
+    "by seed",
+    "against the baseline",
+    "head, us a token",
+    "multiply-adds",
+    "floats of state",
+)
+"""Of :func:`comparison_rows`."""
 
 
 def _short(entry: dict[str, Any]) -> str:
@@ -21,20 +34,18 @@ def _short(entry: dict[str, Any]) -> str:
 
 
 def comparison_rows(comparison: dict[str, Any]) -> list[list[Any]]:
-    """One row an entry: name, tau of each seed, pooled tau with its intervals, head cost."""
+    """One row an entry, see :data:`COLUMNS`; tau and interval are of all seeds together."""
     rows = []
     for entry in comparison["entries"]:
-        pooled = [run["evaluation"]["pooled"] for run in entry["runs"]]
-        taus = [stats["tau"] for stats in pooled]
-        spans = [stats.get("tau_interval") for stats in pooled]
-        intervals = "; ".join(f"{a:.3f}-{b:.3f}" for a, b in (span for span in spans if span))
-        cost = entry["head_cost"]
+        summary, cost = entry["summary"], entry["head_cost"]
+        taus = [run["evaluation"]["pooled"]["tau"] for run in entry["runs"]]
         rows.append(
             [
                 _short(entry),
-                float(np.mean(taus)),
+                float(summary["tau"]),
+                _span(summary["interval"]),
                 " ".join(f"{tau:.3f}" for tau in taus),
-                intervals,
+                _difference(summary),
                 float(cost["microseconds"]),
                 cost["multiply_adds"],
                 cost["state_floats"],
@@ -43,8 +54,22 @@ def comparison_rows(comparison: dict[str, Any]) -> list[list[Any]]:
     return rows
 
 
+def _span(bounds: Sequence[float] | None) -> str:
+    return "-" if bounds is None else f"{bounds[0]:.3f} to {bounds[1]:.3f}"
+
+
+def _difference(summary: dict[str, Any]) -> str:
+    if summary["difference"] is None:
+        return "baseline"
+    bounds = summary["difference_interval"]
+    text = f"{summary['difference']:+.3f}"
+    return text if bounds is None else f"{text} ({bounds[0]:+.3f} to {bounds[1]:+.3f})"
+
+
 def draw_comparison(comparison: dict[str, Any], path: str | Path) -> Path:
-    """Draw training curves (mean over seeds, seeds as thin lines) and conditional acceptance per slot into one PNG."""
+    """Draw training curves (mean over seeds, seeds as thin lines) and conditional acceptance per slot (rounds of all
+    seeds) into one PNG.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for index, entry in enumerate(comparison["entries"]):
         colour = f"C{index}"
@@ -54,10 +79,8 @@ def draw_comparison(comparison: dict[str, Any], path: str | Path) -> Path:
         for line in values:
             left.plot(steps, line, color=colour, alpha=0.25, linewidth=0.8)
         left.plot(steps, values.mean(0), color=colour, label=_short(entry))
-        shares = [run["evaluation"]["pooled"]["conditional_acceptance"] for run in entry["runs"]]
-        width = min(len(share) for share in shares)
-        mean = [np.mean([s[k] for s in shares if s[k] is not None] or [np.nan]) for k in range(width)]
-        right.plot(range(width), mean, marker="o", color=colour, label=_short(entry))
+        shares = [np.nan if share is None else share for share in entry["summary"]["conditional_acceptance"]]
+        right.plot(range(len(shares)), shares, marker="o", color=colour, label=_short(entry))
     left.set(xlabel="optimizer step", ylabel="accepted length on training rows")
     right.set(xlabel="slot", ylabel="conditional acceptance, real rounds", ylim=(0, 1))
     left.legend()

@@ -261,14 +261,14 @@ def _serving(run: RunFiles) -> str:
 def _comparison(run: RunFiles) -> str:
     parts = []
     for found in run.of("comparison"):
-        parts.append(_heading("Comparison", found, run))
-        if "entries" in found.content:
-            parts.append(_figure("curves and acceptance of each entry", comparison.draw_comparison, found.content))
-            head = ["", "tau", "by seed", "95%", "head µs a token", "multiply-adds", "state"]
-            rows = comparison.comparison_rows(found.content)
-            parts.append(_table(head, [[f"{c:.3f}" if isinstance(c, float) else c for c in row] for row in rows]))
-        else:
-            parts.append(_figure("paired differences", evaluation.draw_evaluation, found.content))
+        parts.append(_heading("Comparison of two checkpoints", found, run))
+        parts.append(_figure("paired differences", evaluation.draw_evaluation, found.content))
+    for found in run.of("recipes"):
+        parts.append(_heading("Comparison of recipes", found, run))
+        parts.append(_figure("curves and acceptance of each entry", comparison.draw_comparison, found.content))
+        rows = comparison.comparison_rows(found.content)
+        cells = [[f"{c:.3f}" if isinstance(c, float) else c for c in row] for row in rows]
+        parts.append(_table(list(comparison.COLUMNS), cells))
     return "\n".join(parts)
 
 

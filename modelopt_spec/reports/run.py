@@ -24,6 +24,7 @@ KINDS = {
     "mtsp.simulation": "simulation",
     "mtsp.scheduler": "scheduler",
     "mtsp.comparison": "comparison",
+    "mtsp.recipe_comparison": "recipes",
     "modelopt_spec.drafter_card": "card",
 }
 """Kinds of files that a report shows, and the section that shows them."""

@@ -15,11 +15,14 @@ import torch
 
 from modelopt_spec.checkpoints.opening import open_checkpoint
 from modelopt_spec.decoding.evaluate import evaluate
+from modelopt_spec.decoding.statistics import PromptCounts, interval, paired_interval
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.training.train import DRAFTER, REPORT, train
 
-__all__ = ["compare_recipes", "head_cost"]
+__all__ = ["COMPARISON_KIND", "compare_recipes", "head_cost", "summarise"]
+
+COMPARISON_KIND = "mtsp.recipe_comparison"
 
 
 def compare_recipes(
@@ -44,13 +47,13 @@ def compare_recipes(
         limit: prompts of each file. max_new_tokens: tokens of each answer.
 
     Returns:
-        Also in ``comparison.json``: ``kind`` "mtsp.comparison", ``seeds``, ``prompts`` and ``entries``, each with
-        ``name``, ``recipe``, ``overrides``, ``head_cost`` and ``runs`` (``seed``, ``training``, ``evaluation``,
-        ``directory``).
+        Also in ``comparison.json``: ``kind`` "mtsp.recipe_comparison", ``seeds``, ``prompts``, ``baseline`` and
+        ``entries``, each with ``name``, ``recipe``, ``overrides``, ``head``, ``head_cost``, ``runs`` (``seed``,
+        ``training``, ``evaluation``, ``directory``) and ``summary`` (see :func:`summarise`).
     """
     directory = Path(out)
     result: dict[str, Any] = {
-        "kind": "mtsp.comparison",
+        "kind": COMPARISON_KIND,
         "version": 1,
         "seeds": list(seeds),
         "overrides": list(overrides),
@@ -68,10 +71,59 @@ def compare_recipes(
             runs.append(_run(recipe, settings, run, prompts, seed, limit, max_new_tokens, quiet))
         model: Any = open_checkpoint(directory / name / f"seed-{seeds[0]}")[0]
         cost = head_cost(model.drafter)
-        entry_result = {"name": entry, "recipe": recipe, "overrides": own_overrides, "runs": runs, "head_cost": cost}
-        result["entries"].append(entry_result)
+        head = model.drafter.config.head.type
+        made = {"name": entry, "recipe": recipe, "overrides": own_overrides, "head": head, "head_cost": cost}
+        result["entries"].append({**made, "runs": runs})
+        summarise(result)
         (directory / "comparison.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def summarise(comparison: dict[str, Any]) -> None:
+    """Pool each entry's rounds over seeds and set it against the baseline; fills ``baseline`` and ``summary`` in place.
+
+    The baseline is the first entry without a correction head, else the first entry. ``summary`` holds ``tau`` and its
+    ``interval``, ``conditional_acceptance`` by slot over all seeds, and ``difference`` to the baseline's tau with its
+    ``difference_interval`` (95%, bootstrap over prompts, paired; a prompt's seeds are drawn together).
+    """
+    entries = comparison["entries"]
+    baseline = next((entry for entry in entries if entry["head"] == "none"), entries[0])
+    comparison["baseline"] = baseline["name"]
+    reference = _prompt_counts(baseline)
+    for entry in entries:
+        counts = _prompt_counts(entry)
+        bounds = None if entry is baseline else paired_interval(reference, counts)
+        entry["summary"] = {
+            "tau": _tau(counts),
+            "interval": interval(counts),
+            "conditional_acceptance": _acceptance_by_slot(entry),
+            "difference": None if entry is baseline else _tau(counts) - _tau(reference),
+            "difference_interval": bounds,
+        }
+
+
+def _prompt_counts(entry: dict[str, Any]) -> PromptCounts:
+    """Rounds and committed tokens of each prompt, all seeds together."""
+    totals: PromptCounts = {}
+    for run in entry["runs"]:
+        for row in run["evaluation"]["per_prompt"]:
+            rounds, committed = totals.get(row["prompt"], (0, 0))
+            totals[row["prompt"]] = (rounds + row["rounds"], committed + row["committed"])
+    return totals
+
+
+def _tau(counts: PromptCounts) -> float:
+    return sum(committed for _, committed in counts.values()) / sum(rounds for rounds, _ in counts.values())
+
+
+def _acceptance_by_slot(entry: dict[str, Any]) -> list[float | None]:
+    pooled = [run["evaluation"]["pooled"] for run in entry["runs"]]
+    shares: list[float | None] = []
+    for slot in range(min(len(stats["conditional_rounds"]) for stats in pooled)):
+        reached = sum(stats["conditional_rounds"][slot] for stats in pooled)
+        stood = sum((s["conditional_acceptance"][slot] or 0.0) * s["conditional_rounds"][slot] for s in pooled)
+        shares.append(stood / reached if reached else None)
+    return shares
 
 
 def _run(

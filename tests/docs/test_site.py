@@ -121,19 +121,36 @@ def test_recipes_page_has_every_recipe(made: dict[str, str]) -> None:
 
 
 def test_heads_table_shows_the_file(tmp_path: Path) -> None:
-    stats = {"tau": 1.5, "tau_interval": [1.4, 1.6], "conditional_acceptance": [0.25, None], "prompts": 3}
+    stats = {"tau": 1.5, "prompts": 3}
+    summary = {
+        "tau": 1.5,
+        "interval": [1.4, 1.6],
+        "conditional_acceptance": [0.25, None],
+        "difference": 0.25,
+        "difference_interval": [0.125, 0.375],
+    }
     run = {"evaluation": {"pooled": stats}, "training": {"steps": 7, "seconds": 1.0, "curve": []}, "seed": 0}
     entry = {
         "name": "a",
         "recipe": "dspark/x",
         "overrides": ["drafter.head.type=rnn"],
         "runs": [run],
+        "summary": summary,
         "head_cost": {"microseconds": 12.0, "multiply_adds": 3456, "state_floats": 8},
     }
     path = tmp_path / "comparison.json"
     path.write_text(json.dumps({"entries": [entry], "seeds": [0]}))
     table = reference.heads_table(path)
-    for shown in ("dspark (rnn)", "1.500", "1.400-1.600", "25% -", "3,456", "7 steps", "3 held-out prompts"):
+    for shown in (
+        "dspark (rnn)",
+        "1.500",
+        "1.400 to 1.600",
+        "+0.250 (+0.125 to +0.375)",
+        "25% -",
+        "3,456",
+        "7 steps",
+        "3 held-out prompts",
+    ):
         assert shown in table
     assert "no numbers here" in reference.heads_table(tmp_path / "none.json")
 
