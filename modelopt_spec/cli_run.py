@@ -26,6 +26,8 @@ PATH = (
     "simulate",
     "export",
     "export-beside",
+    "quantize",
+    "distill",
     "check",
     "import",
     "data",

@@ -89,13 +89,13 @@ def commands(text: str) -> list[list[str]]:
 
 
 def mtsp_lines(page: Path) -> list[list[str]]:
-    """Every `mtsp` line in the code of a page, in fences and indented blocks; examples with `...` are left out."""
+    """Every `mtsp` line in the code of a page; ones with `...` or `[optional]` parts are not command lines."""
     text = page.read_text(encoding="utf-8")
     joined = re.sub(r"\\\n\s*", " ", text)
     found = []
     for line in joined.splitlines():
         stripped = line.strip()
         indented = line.startswith("    ") or any(stripped in block.code for block in blocks(page))
-        if stripped.startswith("mtsp ") and indented and "..." not in stripped:
+        if stripped.startswith("mtsp ") and indented and "..." not in stripped and " [" not in stripped:
             found.append(shlex.split(stripped.split("  ")[0] if line.startswith("    ") else stripped, comments=True))
     return found

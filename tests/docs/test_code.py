@@ -83,6 +83,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", EXECUTED)
 def test_page_runs(page: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "place"

@@ -68,7 +68,11 @@ def test_help_fits_a_screen_and_follows_the_path(run: Run) -> None:
     assert max(len(line) for line in lines) <= 80
     assert "..." not in text.split("Commands:")[1], "a command's help is cut"
     named = [line.split()[0] for line in text.split("Commands:")[1].splitlines() if line.strip()]
-    assert tuple(named) == cli_run.PATH
+    assert named == [name for name in cli_run.PATH if name in named], "add the command to cli_run.PATH"
+    path = (
+        "train evaluate generate calibrate profile simulate export check import data compare plan report engines heads"
+    )
+    assert [name for name in named if name in path.split()] == path.split()
 
 
 def test_every_command_explains_every_option() -> None:

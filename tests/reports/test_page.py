@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from modelopt_spec.decoding.rounds import RoundRecord
 from modelopt_spec.decoding.statistics import round_statistics
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.reports.page import write_report
@@ -91,16 +92,7 @@ def training_report() -> dict[str, Any]:
 
 def evaluation() -> dict[str, Any]:
     records = [
-        {
-            "prompt": p,
-            "round": r,
-            "position": 3,
-            "drafted": [1, 2],
-            "accepted": (p + r) % 3,
-            "committed": (p + r) % 3 + 1,
-        }
-        for p in range(4)
-        for r in range(6)
+        RoundRecord(p, r, 3, (1, 2), 2, (p + r) % 3, (p + r) % 3 + 1, 0.0, 3) for p in range(4) for r in range(6)
     ]
     stats = {
         **round_statistics(records, 2),
@@ -146,7 +138,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {
         "report.json": training_report(),
         "evaluation.json": evaluation(),
-        "calibration.json": calibrate_rounds(table, options=CalibrationOptions(bootstrap=4)),
+        "calibration.json": calibrate_rounds(round_table(), options=CalibrationOptions(bootstrap=4)),
         "simulation.json": simulate_loads(table, cost, loads=[1, 4], policies=["none", "fixed"]),
         "export/drafter_card.json": card,
         "other.json": {"kind": "something else"},
