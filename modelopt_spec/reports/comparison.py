@@ -33,15 +33,22 @@ def _short(entry: dict[str, Any]) -> str:
     return f"{recipe} ({head[0]})" if head else recipe
 
 
+def _labels(comparison: dict[str, Any]) -> list[str]:
+    """A short name of each entry, or the name it was given where short names are the same."""
+    short = [_short(entry) for entry in comparison["entries"]]
+    pairs = zip(short, comparison["entries"], strict=True)
+    return [name if short.count(name) == 1 else entry["name"] for name, entry in pairs]
+
+
 def comparison_rows(comparison: dict[str, Any]) -> list[list[Any]]:
     """One row an entry, see :data:`COLUMNS`; tau and interval are of all seeds together."""
     rows = []
-    for entry in comparison["entries"]:
+    for label, entry in zip(_labels(comparison), comparison["entries"], strict=True):
         summary, cost = entry["summary"], entry["head_cost"]
         taus = [run["evaluation"]["pooled"]["tau"] for run in entry["runs"]]
         rows.append(
             [
-                _short(entry),
+                label,
                 float(summary["tau"]),
                 _span(summary["interval"]),
                 " ".join(f"{tau:.3f}" for tau in taus),
@@ -71,6 +78,7 @@ def draw_comparison(comparison: dict[str, Any], path: str | Path) -> Path:
     seeds) into one PNG.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    labels = _labels(comparison)
     for index, entry in enumerate(comparison["entries"]):
         colour = f"C{index}"
         curves = [run["training"]["curve"] for run in entry["runs"]]
@@ -78,9 +86,9 @@ def draw_comparison(comparison: dict[str, Any], path: str | Path) -> Path:
         values = np.array([[point["tau"] for point in curve[: len(steps)]] for curve in curves])
         for line in values:
             left.plot(steps, line, color=colour, alpha=0.25, linewidth=0.8)
-        left.plot(steps, values.mean(0), color=colour, label=_short(entry))
+        left.plot(steps, values.mean(0), color=colour, label=labels[index])
         shares = [np.nan if share is None else share for share in entry["summary"]["conditional_acceptance"]]
-        right.plot(range(len(shares)), shares, marker="o", color=colour, label=_short(entry))
+        right.plot(range(len(shares)), shares, marker="o", color=colour, label=labels[index])
     left.set(xlabel="optimizer step", ylabel="accepted length on training rows")
     right.set(xlabel="slot", ylabel="conditional acceptance, real rounds", ylim=(0, 1))
     left.legend()
