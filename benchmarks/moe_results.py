@@ -87,7 +87,8 @@ def main() -> None:
     (beside / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
     drawn = {**comparison, "entries": [e for e in comparison["entries"] if UNTRAINED not in e["overrides"]]}
     draw_comparison(drawn, beside / "comparison.png")
-    text = put(text, "comparison", table(comparison))
+    figure = "\n![Training curves and acceptance of each slot](moe/comparison.png)\n"
+    text = put(text, "comparison", table(comparison) + figure)
     if options.steps is not None:
         steps = json.loads(options.steps.read_text())
         (beside / "moe_step.json").write_text(json.dumps(steps, indent=1) + "\n")
