@@ -63,7 +63,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot(row["tau"], place, "|", color="tab:blue", markersize=12)
         axes.errorbar(row["reached"], place, xerr=row["reached_error"], fmt="o", color="tab:orange", markersize=5)
     axes.set_yticks(range(len(rows)), [f"{row['run']}, {row['seen']}" for row in reversed(rows)])
-    axes.set_xlabel("accepted length at the end: forecast (bar and tick), reached (dot with standard error)")
+    axes.set_xlabel("accepted length at the end: forecast (bar), reached (dot)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -78,11 +78,14 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    curves: dict[str, Any] = {}
     longer = json.loads(args.longer.read_text()) if args.longer else None
     for path in args.reports:
         report = json.loads(path.read_text())
         head = report["recipe"]["drafter"].get("head", {}).get("type") or report["recipe"]["drafter"]["mode"]
         name = f"{head}, {report['steps']} steps, seed {report['seed']}"
+        tokens, tau, metric = curve_of(report)
+        curves[name] = {"metric": metric, "tokens": tokens.round().tolist(), "tau": tau.round(4).tolist()}
         pairs = [(f"first {share:.0%}", cut(report, share), report) for share in args.shares]
         if longer is not None and longer["steps"] > report["steps"] and _same(report, longer):
             pairs.append((f"all, for {longer['steps']} steps", report, longer))
@@ -101,7 +104,7 @@ def main() -> None:
     print(f"{len(rows)} forecasts: {inside:.0%} inside of their {args.level:.0%} interval, {near:.0%} with the error")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"level": args.level, "forecasts": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"level": args.level, "forecasts": rows, "curves": curves}) + "\n")
     if args.figure:
         draw(rows, args.figure)
 

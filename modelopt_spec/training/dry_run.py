@@ -1,7 +1,8 @@
 """Everything that can end a run badly and can be known before it starts: its data, its disk, its memory.
 
-Nothing is trained or written; the target is built without weights. Each check is reported, also when an earlier one
-failed, so that one look finds all that is wrong.
+Nothing is trained, and nothing is written but the prepared rows of sets larger than ``data.memory_mb``, which training
+will use; the target is built without weights. Each check is reported, also when an earlier one failed, so that one look
+finds all that is wrong.
 """
 
 from __future__ import annotations

@@ -257,7 +257,10 @@ def meta_target(recipe: Recipe) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read the config of the target {section.name_or_path!r}: {error}") from error
+        raise CheckpointError(
+            f"cannot read the config of the target {section.name_or_path!r} ({str(error).splitlines()[0]}): give its "
+            "hub name with a connection, or a directory with its config.json: model.name_or_path=DIR"
+        ) from error
     plain = section.trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory = AutoModelForCausalLM if plain else AutoModelForImageTextToText
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -323,8 +326,10 @@ def _flops(
     steps: int,
     epochs: float,
 ) -> dict[str, Any]:
-    """Of a step over all ranks, and of the run; kept features are computed in the first epoch only, remote ones by
-    others."""
+    """Of a step over all ranks, and of the run.
+
+    Kept features are computed in the first epoch only, remote ones by others.
+    """
     step = StepShape.mean([shape], training.micro_batches)
     own_target = 0.0 if recipe.training.features == "remote" else target_flops(target, step)
     parts = {"target": own_target, **drafter_flops(drafter, recipe.loss, step)}
