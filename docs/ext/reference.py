@@ -271,8 +271,8 @@ def heads_table(path: Path) -> str:
         f"Measured by `mtsp compare` on {len(comparison['entries'])} entries and seeds "
         f"{', '.join(map(str, comparison['seeds']))}: {first['training']['steps']} steps each on the same rows, "
         f"tau on the same {first['evaluation']['pooled']['prompts']} held-out prompts in real rounds. "
-        "Intervals and differences are bootstrapped over prompts (95%, paired), all seeds together; acceptance by slot is "
-        "conditional. Head time is one thread of this machine's CPU."
+        "Intervals and differences are bootstrapped over prompts (95%, paired), all seeds together; acceptance by slot "
+        "is conditional. Head time is one thread of this machine's CPU."
     )
     return "\n".join([*_table(head, rows), "", facts]) + "\n"
 
