@@ -46,6 +46,7 @@ def test_table_tells_served_refused_and_rules_apart() -> None:
 
 
 def test_the_page_shows_the_recorded_proofs() -> None:
-    text = proofs.PAGE.read_text(encoding="utf-8")
-    assert proofs.page(text, proofs.read()) == text, "run python -m tests.engines.proofs"
-    assert all(entry["result"] == "passed" for entry in proofs.read())
+    text, entries = proofs.PAGE.read_text(encoding="utf-8"), proofs.read()
+    assert proofs.details(entries) in text, "run python -m tests.engines.proofs"
+    assert proofs.page(text, entries).count("**served**") == text.count("**served**")
+    assert entries and all(entry["result"] == "passed" for entry in entries)

@@ -143,8 +143,8 @@ def claim(proof: Proof, served: tuple[str, Served], llama_cpp_version: str) -> P
     proof.serves(
         "llama.cpp",
         llama_cpp_version,
-        drafter="MoE with hyper-connections (DeepSeek-V4)",
-        layout="deepseek_v4",
+        drafter="DSpark, DeepSeek-V4 stages, window rule query, float32 experts",
+        layout="deepseek_v4, converter told to keep float32",
         block_layout="anchor_first",
         head="vanilla",
         draft={"random": "random", "trained": "fitted to two answers"}[served[0]],
