@@ -174,6 +174,7 @@ def calibrate(
     bins: Annotated[int, typer.Option("--bins", help="Bins of the calibration error.")] = 15,
     adaptive_bins: Annotated[bool, typer.Option("--adaptive-bins", help="Bins of equal count, not width.")] = False,
     refine: Annotated[bool, typer.Option("--refine", help="Golden-section search after the grid.")] = False,
+    offset: Annotated[bool, typer.Option("--offset", help="Fit one offset of all logits too.")] = False,
     bootstrap: Annotated[int, typer.Option("--bootstrap", help="Replicates for the intervals; 0: none.")] = 100,
     max_noise: Annotated[
         float | None, typer.Option("--max-noise", help="Refuse where the ECE's own noise is larger (0.04).")
@@ -204,6 +205,7 @@ def calibrate(
         bins=bins,
         adaptive_bins=adaptive_bins,
         refine=refine,
+        offset=offset,
         bootstrap=bootstrap,
         held_out_share=held_out,
         folds=folds,

@@ -46,7 +46,7 @@ CONTEXTS = (64, 256)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch tokens of the cost table: 1, 2, 4 or 8 a request."""
 NEW_TOKENS = 24
-SETTINGS = {"greedy": (0.0, 100), "sampled": (1.0, 64)}
+SETTINGS = {"greedy": (0.0, 100), "sampled": (1.0, 32)}
 """Sampling temperature, and the first held-out prompts that rounds are recorded of."""
 CHUNK = 16
 
@@ -81,9 +81,10 @@ class Run:
                 rounds=table,
                 temperature=temperature,
                 held_out_share=0.4,
-                folds=10,
-                refine=True,
-                bootstrap=200,
+                folds=5,
+                offset=name == "sampled",
+                bootstrap=100,
+                min_events=0 if name == "sampled" else None,
             )
             report.pop("scheduler_file")
             write_report(report, self.out / f"calibration_{name}.json")

@@ -55,6 +55,7 @@ def calibrate(
     bins: int = 15,
     adaptive_bins: bool = False,
     refine: bool = False,
+    offset: bool = False,
     bootstrap: int = 100,
     held_out_share: float = 0.3,
     folds: int = 0,
@@ -80,6 +81,7 @@ def calibrate(
         bins: bins of the calibration error.
         adaptive_bins: bins of equal count instead of equal width.
         refine: golden-section search after the grid.
+        offset: also fit one number that is added to all logits; an export puts it into the confidence layer's bias.
         bootstrap: replicates for the intervals.
         held_out_share: share of the prompts that is not fitted on.
         folds: cross-validate over so many folds of prompts too; 0 for none.
@@ -94,6 +96,7 @@ def calibrate(
     options = CalibrationOptions(
         binning=Binning(bins, adaptive_bins),
         refine=refine,
+        offset=offset,
         bootstrap=bootstrap,
         seed=seed,
         **{name: value for name, value in limits.items() if value is not None},  # type: ignore[arg-type]
@@ -240,6 +243,7 @@ def simulate(
         load=load,
         policies=policies,
         temperatures=None if calibration is None else calibration.temperatures,
+        offset=0.0 if calibration is None else calibration.offset,
         padded=bool(padded),
         scheduler_settings=policy,
         **settings,

@@ -4,7 +4,8 @@ The report (JSON, ``mtsp calibrate`` writes it, the figures read it)::
 
     {"kind": "mtsp.calibration", "version": 1, "gamma": G, "dataset": str, "rounds": header of the round file,
      "options": {...}, "dropped_rounds": int,
-     "temperatures": [G], "shared_temperature": float, "prior": [G], "temperature_intervals": [[low, high]] * G | null,
+     "offset": float, "temperatures": [G], "shared_temperature": float, "prior": [G],
+     "temperature_intervals": [[low, high]] * G | null,
      "fit": METRICS, "held_out": METRICS | null, "cross_validation": {"folds": int, ...METRICS} | null}
 
     METRICS = {"rounds": int, "prompts": int,
@@ -15,7 +16,8 @@ The report (JSON, ``mtsp calibrate`` writes it, the figures read it)::
                           "brier": {"before", "after", "shared"},
                           "reliability": {"before": [{"count", "predicted", "observed"}], "after": [...]}}] * G}
 
-``before`` is T = 1, ``after`` one temperature a slot, ``shared`` the single one. ``auc`` ranks survivals, which mix
+``before`` is the raw logit, ``after`` the offset (0 unless asked for) and one temperature a slot, ``shared`` the offset
+and the single one. ``auc`` ranks survivals, which mix
 slots; ``auc_conditional`` ranks the slot's own confidence among rounds that accepted everything before it, which no
 temperature can change. Intervals come from drawing prompts with replacement.
 
@@ -39,6 +41,7 @@ from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.scheduling.calibration import (
     CalibrationOptions,
     check_enough_rounds,
+    fit_offset,
     fit_shared_temperature,
     fit_sts,
     sigmoid,
@@ -93,6 +96,8 @@ def calibrate_rounds(
     fit_rows, judge = split
     z, labels = _arrays(fit_rows)
     check_enough_rounds(z, labels, options)
+    offset = fit_offset(z, labels, options) if options.offset else 0.0
+    z = z + offset
     fitted = fit_sts(z, labels, options)
     shared = fit_shared_temperature(z, labels, options)
     intervals = None
@@ -110,12 +115,13 @@ def calibrate_rounds(
         "rounds": dict(table.header),
         "options": asdict(options),
         "dropped_rounds": len(table) - len(usable),
+        "offset": offset,
         "temperatures": list(fitted.temperatures),
         "shared_temperature": shared,
         "prior": sigmoid(z / temperatures).mean(axis=0).tolist(),
         "temperature_intervals": intervals,
-        "fit": _metrics(fit_rows, temperatures, shared, options),
-        "held_out": None if judge is None else _metrics(judge, temperatures, shared, options),
+        "fit": _metrics(fit_rows, temperatures, shared, options, offset),
+        "held_out": None if judge is None else _metrics(judge, temperatures, shared, options, offset),
         "cross_validation": cross_validate(usable, folds, options) if folds else None,
     }
 
@@ -126,13 +132,16 @@ def cross_validate(table: RoundTable, folds: int, options: CalibrationOptions) -
     if not 2 <= folds <= len(prompts):
         raise ConfigError(f"folds is {folds}: it is 2 to the number of prompts ({len(prompts)}), or 0 for none")
     z, labels = _arrays(table)
-    temperatures, shared = np.ones_like(z), np.ones((len(z), 1))
+    temperatures, shared, offsets = np.ones_like(z), np.ones((len(z), 1)), np.zeros((len(z), 1))
     shuffled = np.random.default_rng(options.seed).permutation(prompts)
     for fold in np.array_split(shuffled, folds):
         judged = np.isin(table.prompt, fold)
-        temperatures[judged] = fit_sts(z[~judged], labels[~judged], options).temperatures
-        shared[judged] = fit_shared_temperature(z[~judged], labels[~judged], options)
-    return {"folds": folds} | _metrics(table, temperatures, shared, options)
+        others, y = z[~judged], labels[~judged]
+        offset = fit_offset(others, y, options) if options.offset else 0.0
+        offsets[judged] = offset
+        temperatures[judged] = fit_sts(others + offset, y, options).temperatures
+        shared[judged] = fit_shared_temperature(others + offset, y, options)
+    return {"folds": folds} | _metrics(table, temperatures, shared, options, offsets)
 
 
 def split_prompts(table: RoundTable, share: float, seed: int) -> tuple[RoundTable, RoundTable | None]:
@@ -156,6 +165,7 @@ def calibration_section(report: Mapping[str, Any]) -> CalibrationSection:
     return CalibrationSection(
         temperatures=tuple(report["temperatures"]),
         shared_temperature=report["shared_temperature"],
+        offset=report["offset"],
         prior=tuple(report["prior"]),
         ece_before=tuple(slot["ece"]["before"] for slot in judged["slots"]),
         ece_after=tuple(slot["ece"]["after"] for slot in judged["slots"]),
@@ -198,15 +208,19 @@ def _interval(draws: FloatArray, options: CalibrationOptions) -> FloatArray:
 
 
 def _metrics(
-    table: RoundTable, temperatures: FloatArray, shared: float | FloatArray, options: CalibrationOptions
+    table: RoundTable,
+    temperatures: FloatArray,
+    shared: float | FloatArray,
+    options: CalibrationOptions,
+    offset: float | FloatArray = 0.0,
 ) -> dict[str, Any]:
-    """METRICS for temperatures [G], or [N, G] where rounds have their own; shared likewise."""
+    """METRICS for temperatures [G], or [N, G] where rounds have their own; shared and offset likewise."""
     z, labels = _arrays(table)
     gamma = z.shape[1]
     predicted = {
         "before": survival(z),
-        "after": survival(z / temperatures),
-        "shared": survival(z / shared),
+        "after": survival((z + offset) / temperatures),
+        "shared": survival((z + offset) / shared),
     }
 
     def errors(weight: FloatArray | None = None) -> FloatArray:
@@ -221,7 +235,7 @@ def _metrics(
         means = _interval(_bootstrap(table, options, lambda weight: errors(weight).mean(axis=1)), options)
     names = list(predicted)
     slots = []
-    rows = np.broadcast_to(temperatures, z.shape)
+    calibrated = (z + offset) / temperatures
     for k in range(gamma):
         before, after, y = predicted["before"][:, k], predicted["after"][:, k], labels[:, k]
         reached = labels[:, k - 1] if k else np.ones(len(y), dtype=bool)
@@ -238,7 +252,7 @@ def _metrics(
                 "auc": {"before": auc(before, y), "after": auc(after, y)},
                 "auc_conditional": {
                     "before": auc(sigmoid(own), y[reached]),
-                    "after": auc(sigmoid(own / rows[reached, k]), y[reached]),
+                    "after": auc(sigmoid(calibrated[reached, k]), y[reached]),
                 },
                 "brier": {name: brier(a[:, k], y) for name, a in predicted.items()},
                 "reliability": {

@@ -72,6 +72,11 @@ def write_engine_files(
     notes: list[str] = []
     if scheduler.calibration is not None:
         c = scheduler.calibration
+        if c.offset:
+            raise ConfigError(
+                f"the calibration has an offset ({c.offset:g}), which the engines' files cannot say: export the "
+                "checkpoint, which puts it into the confidence layer's bias"
+            )
         sts = StsFile(c.temperatures, c.dataset, c.num_rounds, c.ece_before, c.ece_after, identity)
         files["sglang_sts"] = _write(directory / STS_FILE, sglang_sts(sts))
     else:
@@ -134,10 +139,12 @@ def launch_lines(scheduler: SchedulerFile, files: Mapping[str, Path], *, target:
     }
 
 
-def fold_shared_temperature(state_dict: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:
-    """Copy of a drafter's state dict whose confidence layer is divided by ``temperature`` (for vLLM).
+def fold_shared_temperature(
+    state_dict: Mapping[str, Tensor], temperature: float, offset: float = 0.0
+) -> dict[str, Tensor]:
+    """Copy of a drafter's state dict whose confidence layer gives ``(logit + offset) / temperature``.
 
-    Every key that ends in ``confidence_head.proj.weight`` or ``.bias`` is scaled; the other tensors are shared.
+    Every key that ends in ``confidence_head.proj.weight`` or ``.bias`` is changed; the other tensors are shared.
     Serve such a checkpoint without a calibration file, or the confidences are calibrated twice.
     """
     if not temperature > 0 or temperature == float("inf"):
@@ -146,7 +153,14 @@ def fold_shared_temperature(state_dict: Mapping[str, Tensor], temperature: float
     names = [name for name in state_dict if name.endswith(ends)]
     if not any(name.endswith(ends[0]) for name in names):
         raise CheckpointError("the state dict has no confidence_head.proj.weight: there is no temperature to fold")
-    scaled = {name: (state_dict[name].double() / temperature).to(state_dict[name].dtype) for name in names}
+    if offset and not any(name.endswith(ends[1]) for name in names):
+        raise CheckpointError("the confidence layer has no bias that an offset could go into: calibrate without offset")
+    scaled = {
+        name: ((state_dict[name].double() + (offset if name.endswith(ends[1]) else 0.0)) / temperature).to(
+            state_dict[name].dtype
+        )
+        for name in names
+    }
     return {**state_dict, **scaled}
 
 

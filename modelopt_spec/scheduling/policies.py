@@ -169,6 +169,8 @@ class StaticThreshold(_Stateless):
     threshold: float
     temperatures: tuple[float, ...] | None = None
     on: Literal["survival", "confidence"] = "survival"
+    offset: float = 0.0
+    """Added to the logits before the temperatures divide them."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
@@ -190,6 +192,7 @@ class StaticThreshold(_Stateless):
         z, limit = _inputs(confidence_logits, capacity, self.gamma)
         if z is None:
             return _output(limit, confidence_logits)
+        z = z + self.offset
         c = sigmoid(z if self.temperatures is None else z / np.asarray(self.temperatures))
         passed = (np.cumprod(c, axis=1) if self.on == "survival" else c) >= self.threshold
         return _output(np.minimum(np.cumprod(passed, axis=1).sum(axis=1), limit), confidence_logits)
@@ -218,6 +221,7 @@ class PrefixScheduler:
         gamma: int,
         *,
         temperatures: Sequence[float] | None = None,
+        offset: float = 0.0,
         method: Literal["global_stale", "early_stop"] = "global_stale",
         allocation: Literal["current", "stale"] = "current",
         delay: int = 2,
@@ -228,6 +232,8 @@ class PrefixScheduler:
     ) -> None:
         if gamma < 1:
             raise ConfigError(f"gamma is {gamma}: a block has at least one draft token")
+        if not np.isfinite(offset):
+            raise ConfigError(f"offset is {offset}: it must be finite")
         if method not in ("global_stale", "early_stop"):
             raise ConfigError(f"method is {method!r}: it is 'global_stale' or 'early_stop'")
         if allocation not in ("current", "stale"):
@@ -246,6 +252,7 @@ class PrefixScheduler:
         self.cost = cost
         self.gamma = gamma
         self.temperatures = None if temperatures is None else check_temperatures(temperatures, gamma)
+        self.offset = offset
         self.method = method
         self.allocation = allocation
         self.delay = delay
@@ -299,7 +306,8 @@ class PrefixScheduler:
         self._history = _History(self.gamma, self.delay)
 
     def _confidence(self, z: FloatArray) -> FloatArray:
-        c = sigmoid(z if self.temperatures is None else z / self.temperatures)
+        shifted = z + self.offset
+        c = sigmoid(shifted if self.temperatures is None else shifted / self.temperatures)
         unknown = (z == np.inf).all(axis=1)
         return np.where(unknown[:, None], self.prior, c) if unknown.any() else c
 

@@ -8,7 +8,8 @@ Schema, version 1 (every key present, null where unknown)::
                   "hardware", "engine", "engine_version", "dtype"},
      "sampling_temperature": float,               at which the rounds were collected
      "calibration": {"temperatures": [G], "shared_temperature": float, "prior": [G] mean calibrated confidences,
-                     "ece_before": [G], "ece_after": [G], "num_rounds": int, "dataset": str} | null,
+                     "ece_before": [G], "ece_after": [G], "num_rounds": int, "dataset": str,
+                     "offset": float added to each logit before its temperature divides it} | null,
      "cost": a cost table (see cost.py) | null,
      "policy": {"method", "allocation", "delay", "survival_floor", "max_batch_tokens", "padded"},
      "fingerprint": sha256 of all of the above}
@@ -87,6 +88,8 @@ class CalibrationSection:
     ece_after: tuple[float, ...] = ()
     num_rounds: int = 0
     dataset: str = ""
+    offset: float = 0.0
+    """Added to every logit before its temperature divides it."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class SchedulerFile:
         if self.calibration is not None:
             check_temperatures(self.calibration.temperatures, self.gamma)
             check_temperatures([self.calibration.shared_temperature], 1)
+            if not np.isfinite(self.calibration.offset):
+                raise ConfigError(f"offset is {self.calibration.offset}: it must be finite")
             if len(self.calibration.prior) != self.gamma:
                 raise ConfigError(f"prior has {len(self.calibration.prior)} entries, gamma is {self.gamma}")
             if not np.isfinite(self.calibration.prior).all():
@@ -153,6 +158,7 @@ class SchedulerFile:
             self.cost,
             self.gamma,
             temperatures=None if calibration is None else calibration.temperatures,
+            offset=0.0 if calibration is None else calibration.offset,
             prior=calibration.prior if use_prior and calibration is not None else None,
             **asdict(self.policy),
         )

@@ -6,7 +6,8 @@ one.
 
 *Folding* (for vLLM, which reads no file): the confidence layer is divided by the shared temperature s. The files that
 other engines read then hold T_k / s, because sigmoid(z / T_k) = sigmoid((z / s) / (T_k / s)), so one directory still
-serves all of them.
+serves all of them. An *offset* of the calibration is always folded: no engine's file can say it, and the confidence
+layer's bias can.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def shippable(
         fold: divide the confidence layer by the shared temperature.
 
     Returns:
-        The file and the tensors, both folded where asked for.
+        The file and the tensors, both folded where asked for or where the calibration has an offset.
 
     Raises:
         CheckpointError: another gamma, or another drafter's file. ConfigError: nothing to fold.
@@ -67,17 +68,21 @@ def shippable(
             f"{path} belongs to another drafter (fingerprint {known[:12]}, this one has {found[0][:12]}): calibrate "
             "and profile the checkpoint that you export"
         )
-    if not fold:
-        return file, tensors
     if file.calibration is None:
-        raise ConfigError(f"{path} has no calibration, so there is no shared temperature to fold: calibrate first")
-    shared = file.calibration.shared_temperature
+        if fold:
+            raise ConfigError(f"{path} has no calibration, so there is no shared temperature to fold: calibrate first")
+        return file, tensors
+    offset = file.calibration.offset
+    if not fold and not offset:
+        return file, tensors
+    shared = file.calibration.shared_temperature if fold else 1.0
     calibration = replace(
         file.calibration,
         temperatures=tuple(value / shared for value in file.calibration.temperatures),
-        shared_temperature=1.0,
+        shared_temperature=file.calibration.shared_temperature / shared,
+        offset=0.0,
     )
-    return replace(file, calibration=calibration), fold_shared_temperature(tensors, shared)
+    return replace(file, calibration=calibration), fold_shared_temperature(tensors, shared, offset)
 
 
 def ship(

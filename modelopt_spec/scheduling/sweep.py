@@ -44,6 +44,7 @@ def policy_from_name(
     cost: Cost | None = None,
     temperatures: Sequence[float] | None = None,
     prior: Sequence[float] | None = None,
+    offset: float = 0.0,
     padded: bool = False,
     **settings: Any,
 ) -> LengthPolicy:
@@ -55,6 +56,7 @@ def policy_from_name(
         cost: step costs, for the schedulers.
         temperatures: calibration, for thresholds and schedulers.
         prior: confidences that stand in for unknown ones.
+        offset: of the calibration.
         padded: the engine pads a step to its longest request.
         settings: further arguments of ``PrefixScheduler``.
     """
@@ -70,13 +72,20 @@ def policy_from_name(
     if kind == "threshold":
         if number is None:
             raise ConfigError("policy 'threshold' needs its probability, for example threshold:0.5")
-        return StaticThreshold(gamma, number, None if temperatures is None else tuple(temperatures))
+        return StaticThreshold(gamma, number, None if temperatures is None else tuple(temperatures), offset=offset)
     if kind in ("scheduler", "early_stop"):
         if cost is None:
             raise ConfigError(f"policy {name!r} needs a cost table: profile the machine first")
         method: Literal["global_stale", "early_stop"] = "global_stale" if kind == "scheduler" else "early_stop"
         return PrefixScheduler(
-            cost, gamma, temperatures=temperatures, method=method, prior=prior, padded=padded, **settings
+            cost,
+            gamma,
+            temperatures=temperatures,
+            offset=offset,
+            method=method,
+            prior=prior,
+            padded=padded,
+            **settings,
         )
     raise ConfigError(f"policy {name!r} is unknown: use none, fixed, fixed:K, threshold:P, scheduler or early_stop")
 
@@ -90,6 +99,7 @@ def simulate_loads(
     policies: Sequence[str] = DEFAULT_POLICIES,
     temperatures: Sequence[float] | None = None,
     prior: Sequence[float] | None = None,
+    offset: float = 0.0,
     max_running: int = 256,
     padded: bool = False,
     prefill_tokens_per_second: float | None = None,
@@ -113,6 +123,7 @@ def simulate_loads(
         policies: short names, see :func:`policy_from_name`.
         temperatures: calibration.
         prior: confidences that stand in for unknown ones.
+        offset: of the calibration.
         max_running: requests that run at once when loads are rates.
         padded: the engine pads a step to its longest request.
         prefill_tokens_per_second: see :class:`modelopt_spec.scheduling.simulation.Engine`.
@@ -153,6 +164,7 @@ def simulate_loads(
                 cost=cost,
                 temperatures=temperatures,
                 prior=prior,
+                offset=offset,
                 padded=padded,
                 **(scheduler_settings or {}),
             )

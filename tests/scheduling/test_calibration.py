@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -193,3 +195,19 @@ def test_cross_validation_judges_every_round_with_other_prompts_temperatures(tab
     assert [slot["ece"]["after"] for slot in crossed["slots"]] == pytest.approx(want)
     with pytest.raises(ConfigError, match="folds is 1"):
         calibrate_rounds(table, options=options, folds=1)
+
+
+def test_an_offset_repairs_what_temperatures_cannot(table):
+    """Overconfidence around a centre far below 0.5: temperatures pull to the wrong place. The order stays."""
+    low = dataclasses.replace(table, confidence_logits=table.confidence_logits * 1.5 - 2.0)
+    plain, shifted = (
+        calibrate_rounds(low, options=CalibrationOptions(bootstrap=0, offset=offset), folds=3)
+        for offset in (False, True)
+    )
+    assert plain["offset"] == 0.0
+    assert shifted["offset"] > 0.5
+    for part in ("held_out", "cross_validation"):
+        assert shifted[part]["mean_ece"]["after"] < 0.6 * plain[part]["mean_ece"]["after"]
+    for slot in shifted["held_out"]["slots"]:
+        assert slot["auc_conditional"]["after"] == pytest.approx(slot["auc_conditional"]["before"], abs=1e-12)
+    assert calibration_section(shifted).offset == shifted["offset"]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.scheduling import api
 from modelopt_spec.scheduling.calibration import survival
 from modelopt_spec.scheduling.engine_tables import read_engine_cost, read_sts
+from modelopt_spec.scheduling.export import fold_shared_temperature, write_engine_files
+from modelopt_spec.scheduling.policies import PrefixScheduler
 from modelopt_spec.scheduling.scheduler_file import CalibrationSection, SchedulerFile, load_scheduler, save_scheduler
 from tests.checkpoints.drafts import converted
 from tests.scheduling.synthetic import memory_bound_cost
@@ -33,7 +36,9 @@ def scheduler(model, tmp_path):
     """A calibrated and profiled drafter's file."""
     gamma = model.drafter.num_draft_tokens
     temperatures = tuple(0.8 + 0.1 * k for k in range(gamma))
-    calibration = CalibrationSection(temperatures, 1.6, (0.5,) * gamma, (0.2,) * gamma, (0.1,) * gamma, 900, "chat")
+    calibration = CalibrationSection(
+        temperatures, 1.6, (0.5,) * gamma, (0.2,) * gamma, (0.1,) * gamma, 900, "chat", 0.0
+    )
     file = SchedulerFile(gamma, api.identity_of(model), calibration=calibration, cost=memory_bound_cost())
     return save_scheduler(tmp_path / "scheduler.json", file)
 
@@ -123,3 +128,27 @@ def test_methods_without_a_scheduler_keep_their_launch_line(tmp_path):
     plain = export(headless, tmp_path / "a", quiet=True)
     report = export(headless, tmp_path / "b", scheduler=tmp_path / "s.json", quiet=True)
     assert report.launch == {name: line.replace("/a", "/b") for name, line in plain.launch.items()}
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_an_offset_goes_into_the_bias(model, scheduler, tmp_path, fold):
+    """The engines' files cannot say it, so the layer of every export with one has it."""
+    before = dataclasses.replace(load_scheduler(scheduler).calibration, offset=-1.25)
+    path = save_scheduler(tmp_path / "o.json", dataclasses.replace(load_scheduler(scheduler), calibration=before))
+    with pytest.raises(ConfigError, match="has an offset"):
+        write_engine_files(tmp_path, load_scheduler(path))
+    export(model, tmp_path / "draft", scheduler=path, fold_temperature=fold, quiet=True)
+    after = load_scheduler(tmp_path / "draft").calibration
+    assert after.offset == 0.0
+    shared = before.shared_temperature if fold else 1.0
+    ours, theirs = (
+        m.drafter.state_dict()["confidence_head.proj.bias"]
+        for m in (model, load_drafter(tmp_path / "draft", tiny("llama"), quiet=True))
+    )
+    assert theirs == pytest.approx((ours + before.offset) / shared, rel=1e-5)
+    z = np.linspace(-3, 3, len(before.temperatures))[None]
+    want = PrefixScheduler(memory_bound_cost(), z.shape[1], temperatures=before.temperatures, offset=before.offset)
+    got = PrefixScheduler(memory_bound_cost(), z.shape[1], temperatures=after.temperatures, offset=after.offset)
+    assert got._confidence((z + before.offset) / shared) == pytest.approx(want._confidence(z))
+    with pytest.raises(CheckpointError, match="no bias"):
+        fold_shared_temperature({"confidence_head.proj.weight": torch.ones(1, 3)}, 1.0, 0.5)
