@@ -22,7 +22,10 @@ def export_beside(
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Write a DeepSeek-V4 draft beside its target's files, where engines look for it."""
+    """Write a DeepSeek-V4 draft beside its target's files.
+
+    Engines look for such drafts in the target's own directory.
+    """
     report = call(
         "checkpoints.beside_target:export_beside_target",
         checkpoint,
