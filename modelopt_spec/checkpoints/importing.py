@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from modelopt_spec.checkpoints.account import Account, Entry, KeyReader
 from modelopt_spec.checkpoints.card import read_card, trained_config
 from modelopt_spec.checkpoints.layouts import Draft, Layout, get_layout, recognise
 from modelopt_spec.checkpoints.layouts.base import SHARED
-from modelopt_spec.checkpoints.packing import algorithm_of, logical_entries, read_float
+from modelopt_spec.checkpoints.packing import algorithm_of, is_packed, logical_entries, read_float
 from modelopt_spec.checkpoints.safe_read import pickles, read_json, read_tensors, tensor_entries
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.config import BackboneConfig, DrafterConfig, HeadConfig, MoEConfig
@@ -82,17 +82,19 @@ def read_draft(
             raise CheckpointError(f"{message}. Pass ignore_unknown to import without it (acceptance will differ)")
         overruled.append(message)
     tensors = read_float(root, config, pairs.values())
-    draft = Draft(drafter_config, _in_one_type({ours: tensors[name] for ours, name in pairs.items()}, config))
+    modelopt = algorithm_of(config) is not None
+    quantised = [ours for ours, name in pairs.items() if modelopt and is_packed(name, entries[name])]
+    draft = Draft(drafter_config, _in_one_type({ours: tensors[name] for ours, name in pairs.items()}, quantised))
     account = Account(chosen.name, keys.entries(), tensor_account, files, overruled)
     return Imported(chosen.after_read(draft), chosen, account, config)
 
 
-def _in_one_type(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Quantised weights came back as float32: give them the type of the others."""
-    if algorithm_of(config) is None:
+def _in_one_type(tensors: dict[str, Tensor], quantised: Sequence[str]) -> dict[str, Tensor]:
+    """Quantised weights came back as float32: give them the type of the norms, which never are."""
+    if not quantised:
         return tensors
-    dtype = tensors["fc.weight"].dtype
-    return {name: t.to(dtype) if t.dtype == torch.float32 else t for name, t in tensors.items()}
+    dtype = tensors["norm.weight"].dtype
+    return {name: tensor.to(dtype) if name in quantised else tensor for name, tensor in tensors.items()}
 
 
 def load_drafter(

@@ -34,6 +34,7 @@ __all__ = [
     "algorithm_of",
     "dequantise",
     "e2m1_values",
+    "is_packed",
     "logical_entries",
     "quantisation_of",
     "quantization_config",
@@ -140,7 +141,7 @@ def logical_entries(config: Mapping[str, Any], entries: Mapping[str, TensorEntry
     algorithm = algorithm_of(config)
     if algorithm is None:
         return dict(entries)
-    held = {name: _check(algorithm, name, entry, entries) for name, entry in entries.items() if _packed(name, entry)}
+    held = {name: _check(algorithm, name, entry, entries) for name, entry in entries.items() if is_packed(name, entry)}
     scales = {f"{name.removesuffix('weight')}{suffix}" for name in held for suffix in SCALES[algorithm]}
     return {name: held.get(name, entry) for name, entry in entries.items() if name not in scales}
 
@@ -154,7 +155,7 @@ def read_float(directory: Path, config: Mapping[str, Any], names: Iterable[str])
     if algorithm is None:
         return read_tensors(directory, wanted)
     entries = tensor_entries(directory)
-    packed = [name for name in wanted if _packed(name, entries[name])]
+    packed = [name for name in wanted if is_packed(name, entries[name])]
     extra = [f"{name.removesuffix('weight')}{suffix}" for name in packed for suffix in SCALES[algorithm]]
     tensors = read_tensors(directory, [*wanted, *extra])
     for name in packed:
@@ -164,7 +165,8 @@ def read_float(directory: Path, config: Mapping[str, Any], names: Iterable[str])
     return {name: tensors[name] for name in wanted}
 
 
-def _packed(name: str, entry: TensorEntry) -> bool:
+def is_packed(name: str, entry: TensorEntry) -> bool:
+    """Whether a tensor holds quantised values."""
     return name.endswith(".weight") and entry.dtype in _STORED.values()
 
 

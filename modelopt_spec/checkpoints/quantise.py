@@ -146,8 +146,8 @@ def pack(drafter: Drafter) -> Packed:
         if algorithm != "W8A16":
             parts["input_scale"] = activation.float().reshape(())
         layers[name] = {part: tensor.detach().cpu().contiguous() for part, tensor in parts.items()}
-    inside = {n for n, m in drafter.named_modules() if isinstance(m, nn.Linear | nn.Embedding)} - set(layers)
-    return Packed(algorithm, layers, ignored_names(drafter, sorted(inside)))
+    modules = [n for n, m in drafter.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    return Packed(algorithm, layers, ignored_names(modules, list(layers)))
 
 
 def float_weights(packed: Packed) -> dict[str, Tensor]:
@@ -155,12 +155,15 @@ def float_weights(packed: Packed) -> dict[str, Tensor]:
     return {f"{name}.weight": dequantise(packed.algorithm, parts) for name, parts in packed.layers.items()}
 
 
-def ignored_names(drafter: Drafter, names: Sequence[str]) -> tuple[str, ...]:
+def ignored_names(modules: Sequence[str], quantised: Sequence[str]) -> tuple[str, ...]:
     """``ignore`` entries: the target's modules, and what stays as it is, each layer's part as one wildcard.
 
-    A fused qkv matrix is named as well, because engines ask for it by that name.
+    A fused qkv matrix is named as well, because engines ask for it by that name, and the heads whether there are any or
+    not, because export may add one of zeros.
     """
     listed = ["embed_tokens", "lm_head"]
+    listed += [h for h in ("markov_head", "confidence_head") if not any(n.startswith(f"{h}.") for n in quantised)]
+    names = sorted(set(modules) - set(quantised))
     for name in names:
         first, *rest = name.split(".")
         listed.append(f"*.{'.'.join(rest[1:])}" if first == "layers" else first)

@@ -144,9 +144,12 @@ def test_imports_as_a_whole_drafter_that_trains_on(exports, name):
 
 
 def test_cases_with_other_heads(tmp_path):
-    for case, engine in (("dflash_bonus", "vllm"), ("domino", "sglang")):
+    for case, engine in (("dflash", "vllm"), ("dflash_bonus", "vllm"), ("domino", "sglang")):
         report = export(quantised("fp8", case)[0], tmp_path / case, engines=[engine], dtype="bfloat16", quiet=True)
         assert report.quantization == "FP8"
+        ignored = json.loads((tmp_path / case / "config.json").read_text())["quantization_config"]["ignore"]
+        assert "markov_head" in ignored
+        assert {t.dtype for t in read_draft(tmp_path / case).draft.tensors.values()} == {torch.bfloat16}
     line = report.launch["sglang"]
     assert "--speculative-draft-model-quantization modelopt_fp8" in line
 
@@ -158,6 +161,7 @@ def test_everything_may_be_quantised(tmp_path):
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert "fc" not in ignored
     assert "*.self_attn.qkv_proj" not in ignored
+    assert {t.dtype for t in read_draft(tmp_path / "out").draft.tensors.values()} == {torch.bfloat16}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
