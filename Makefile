@@ -51,7 +51,6 @@ megatron: setup
 	$(BIN)/python -m pytest -q -m megatron
 
 docs: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:
