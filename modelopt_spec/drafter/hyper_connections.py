@@ -117,6 +117,11 @@ def _normalised_projection(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
     return (fn @ flat.T) * scale
 
 
+def _by_token(coefficients: Tensor) -> Tensor:
+    """[n, M] -> [M, n], laid out so: batched products of other layouts run one small matrix at a time on a CPU."""
+    return coefficients.T.contiguous()
+
+
 class HyperConnection(Float32Module):
     """The streams around one sublayer. Parameters: ``fn`` [(2+n)n, nD], ``base`` [(2+n)n] and ``scale`` [3]."""
 
@@ -153,8 +158,9 @@ class HyperConnection(Float32Module):
             post = 2 * torch.sigmoid(logits[n : 2 * n] * scale[1] + base[n : 2 * n])
             comb = (logits[2 * n :] * scale[2] + base[2 * n :]).unflatten(0, (n, n))
             comb = sinkhorn(comb, iterations=self.iterations, eps=self.eps, across=1, down=0)
-            collapsed = torch.bmm(pre.T.unsqueeze(1), tokens).view(*streams.shape[:-2], -1)
-        return collapsed.to(streams.dtype), Mixing(pre.T, post.T, comb.permute(2, 0, 1))
+            collapsed = torch.bmm(_by_token(pre).unsqueeze(1), tokens).view(*streams.shape[:-2], -1)
+            new_from_old = comb.permute(2, 1, 0).contiguous()
+        return collapsed.to(streams.dtype), Mixing(pre.T, post.T, new_from_old.transpose(1, 2))
 
     def merge(self, streams: Tensor, output: Tensor, mixing: Mixing) -> Tensor:
         """New streams [..., n, D] from the old ones and the sublayer's output [..., D]."""
@@ -207,5 +213,5 @@ class StreamCollapse(Float32Module):
             tokens = streams.reshape(-1, *streams.shape[-2:]).to(exact)
             logits = _normalised_projection(tokens, self.hc_fn.to(exact), self.norm_eps)
             pre = torch.sigmoid(logits * self.hc_scale.to(exact) + self.hc_base.to(exact).unsqueeze(1)) + self.eps
-            collapsed = torch.bmm(pre.T.unsqueeze(1), tokens).view(*streams.shape[:-2], -1)
+            collapsed = torch.bmm(_by_token(pre).unsqueeze(1), tokens).view(*streams.shape[:-2], -1)
         return collapsed.to(streams.dtype)
