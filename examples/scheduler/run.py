@@ -82,6 +82,7 @@ class Run:
                 temperature=temperature,
                 held_out_share=0.4,
                 folds=5,
+                refine=True,
                 offset=name == "sampled",
                 bootstrap=100,
                 min_events=0 if name == "sampled" else None,
@@ -206,13 +207,13 @@ class Run:
         common = {"temperatures": self.calibration()["temperatures"], "loads": list(LOADS)}
         policies = ("none", "fixed", "fixed:1", "fixed:2", "threshold:0.3", "scheduler")
         for name, padded in (("padded", True), ("ragged", False)):
-            report = simulate_loads(table, cost, policies=policies, padded=padded, requests=200, **common)
+            report = simulate_loads(table, cost, policies=policies, padded=padded, requests=96, **common)
             write_report(report, self.out / f"simulation_{name}.json")
             reports.throughput_figure(report, self.out / f"simulation_{name}.png")
             reports.load_figure(report, self.out / f"simulation_{name}_loads.png")
             print(name, reports.simulation_table(report), sep="\n")
         began = time.process_time()
-        common["loads"] = [16, 64, 256, 1024, 10000]
+        common["loads"] = [32, 128, 1024, 10000]
         report = simulate_loads(table, cost, policies=policies, extrapolate=True, output_tokens=64, **common)
         report["cpu_seconds"] = time.process_time() - began
         write_report(report, self.out / "simulation_extrapolated.json")

@@ -13,7 +13,8 @@ SPS steps per second = 1 / T.
 
     {"kind": "staircase" | "linear", "batch_tokens": [int], "steps_per_second": [float]}
     {"kind": "additive", "bias_seconds": float, "request_probes": [int], "alpha_seconds": [float],
-     "token_probes": [int], "theta_seconds": [float], "draft_seconds": [float] | null}
+     "token_probes": [int], "theta_seconds": [float], "draft_seconds": [float] | null,
+     "plain_seconds": [float] | null}
     {"kind": "profile", "contexts": [int], "tables": [one of the above]}
 """
 
@@ -118,6 +119,8 @@ class AdditiveCostTable:
     theta_seconds: tuple[float, ...]
     draft_seconds: tuple[float, ...] | None = None
     """The part of bias + alpha that is drafting, at each request probe: a step without speculation does not pay it."""
+    plain_seconds: tuple[float, ...] | None = None
+    """Measured steps without speculation at each request probe; else ``T(R, R)`` less the drafting stands for them."""
 
     def __post_init__(self) -> None:
         _check_axis("request_probes", self.request_probes, "alpha_seconds", self.alpha_seconds)
@@ -128,6 +131,8 @@ class AdditiveCostTable:
             raise ConfigError("bias_seconds, alpha_seconds and theta_seconds add up to 0 somewhere: a step takes time")
         if self.draft_seconds is not None:
             _check_axis("request_probes", self.request_probes, "draft_seconds", self.draft_seconds)
+        if self.plain_seconds is not None:
+            _check_axis("request_probes", self.request_probes, "plain_seconds", self.plain_seconds, positive=True)
 
     @property
     def max_tokens(self) -> int:
@@ -155,7 +160,9 @@ class AdditiveCostTable:
         return 1.0 / self.step_seconds(requests, tokens, context)
 
     def plain_step_seconds(self, requests: int, context: float | None = None) -> float:
-        """T(R, R) less the drafting part."""
+        """As measured, or T(R, R) less the drafting part."""
+        if self.plain_seconds is not None:
+            return float(np.interp(requests, self.request_probes, self.plain_seconds))
         whole = float(self.step_seconds(requests, requests))
         if self.draft_seconds is None:
             return whole
@@ -236,6 +243,7 @@ def cost_from_dict(data: Mapping[str, Any]) -> CostTable | AdditiveCostTable | C
                 _ints(data["token_probes"]),
                 _floats(data["theta_seconds"]),
                 None if draft is None else _floats(draft),
+                None if data.get("plain_seconds") is None else _floats(data["plain_seconds"]),
             )
         if kind == "profile":
             tables = [cost_from_dict(table) for table in data["tables"]]

@@ -36,12 +36,13 @@ def extended(
             theta_seconds=(*table.theta_seconds, theta),
         )
     if requests is not None and requests > table.request_probes[-1] > 1:
-        draft = table.draft_seconds
+        draft, plain = table.draft_seconds, table.plain_seconds
         table = replace(
             table,
             request_probes=(*table.request_probes, requests),
             alpha_seconds=(*table.alpha_seconds, _next(table.request_probes, table.alpha_seconds, requests)),
             draft_seconds=None if draft is None else (*draft, _next(table.request_probes, draft, requests)),
+            plain_seconds=None if plain is None else (*plain, _next(table.request_probes, plain, requests)),
         )
     return table
 

@@ -138,9 +138,22 @@ def fit_additive(cells: Sequence[Cell], *, max_sweeps: int = 5000) -> tuple[Addi
         token_probes=tuple(tokens.tolist()),
         theta_seconds=tuple(theta.tolist()),
         draft_seconds=tuple(draft.tolist()) if draft.any() else None,
+        plain_seconds=_plain(cells, requests.tolist()),
     )
     predicted = table.bias_seconds + np.asarray(table.alpha_seconds)[r] + theta[m]
     return table, _quality(predicted, seconds)
+
+
+def _plain(cells: Sequence[Cell], requests: Sequence[int]) -> tuple[float, ...] | None:
+    """Time of one token a request without drafting at each request count; None where one was not measured.
+
+    Taken from the cells as they are: a kernel for single tokens may be slower than one for two, and a table whose theta
+    never falls cannot say so.
+    """
+    found = [[c.seconds - c.draft_seconds for c in cells if c.requests == c.tokens == count] for count in requests]
+    if not all(found) or not any(cell.draft_seconds for cell in cells):
+        return None
+    return tuple(max(float(np.median(times)), 1e-9) for times in found)
 
 
 def fit_profile(cells: Sequence[Cell]) -> tuple[CostProfile, list[FitQuality]]:

@@ -42,7 +42,7 @@ class Engine:
     max_running: int
     """Requests that run at once."""
     padded: bool = False
-    """The engine pads every request of a step to the longest one."""
+    """The engine pads every request of a step to the longest one: in draft tokens, and in context."""
     prefill_tokens_per_second: float | None = None
     """Prompt tokens a second while nothing decodes; None: prefill happens elsewhere."""
     overhead_seconds: float = 0.0
@@ -150,16 +150,18 @@ def simulate(process: AcceptanceProcess, workload: Workload, engine: Engine, pol
         count = len(running)
         rows = row[running]
         left = workload.output_tokens[running] - done[running]
-        context = float((workload.context_tokens[running] + done[running]).mean())
+        contexts = workload.context_tokens[running] + done[running]
+        context = float(contexts.mean())
+        width = float(contexts.max()) if engine.padded else context
         if policy.speculates:
             logits = None if process.confidence_logits is None else process.confidence_logits[rows]
             capacity = np.minimum(left - 1, process.gamma)
             lengths = policy.lengths(logits, request_ids=running.tolist(), capacity=capacity, context=context)
             tokens = count * (1 + int(lengths.max())) if engine.padded else count + int(lengths.sum())
-            seconds = float(engine.cost.step_seconds(count, tokens, context))
+            seconds = float(engine.cost.step_seconds(count, tokens, width))
         else:
             lengths, tokens = np.zeros(count, dtype=np.int64), count
-            seconds = engine.cost.plain_step_seconds(count, context)
+            seconds = engine.cost.plain_step_seconds(count, width)
         seconds += prefill + engine.overhead_seconds
         committed = np.minimum(np.minimum(process.accepted[rows], lengths) + 1, left)
         now += seconds

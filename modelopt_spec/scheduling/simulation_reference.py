@@ -49,6 +49,7 @@ def simulate_reference(process: AcceptanceProcess, workload: Workload, engine: E
             continue
         waiting = sum(request.arrival <= now for request in queue)
         context = float(np.mean([request.context for request in running]))
+        width = max(request.context for request in running) if engine.padded else context
         lengths = [0] * len(running)
         if policy.speculates:
             logits = None
@@ -58,10 +59,10 @@ def simulate_reference(process: AcceptanceProcess, workload: Workload, engine: E
             names = [request.number for request in running]
             lengths = list(policy.lengths(logits, request_ids=names, capacity=capacity, context=context))
             sent = len(running) * (1 + max(lengths)) if engine.padded else len(running) + sum(lengths)
-            seconds = float(engine.cost.step_seconds(len(running), sent, context))
+            seconds = float(engine.cost.step_seconds(len(running), sent, width))
         else:
             sent = len(running)
-            seconds = engine.cost.plain_step_seconds(len(running), context)
+            seconds = engine.cost.plain_step_seconds(len(running), width)
         if engine.prefill_tokens_per_second is not None:
             seconds += prompt_tokens / engine.prefill_tokens_per_second
         seconds += engine.overhead_seconds

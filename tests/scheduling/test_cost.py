@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -174,3 +175,23 @@ def test_profile_fit_keeps_contexts_apart():
 def test_bad_measurements_are_refused(cells, message):
     with pytest.raises(DataError, match=message):
         fit_additive(cells)
+
+
+def test_plain_steps_are_taken_as_measured():
+    """A single token a request can be slower than two, which a theta that never falls cannot say."""
+    cells = [
+        Cell(requests, requests * width, 8, 0.1 * requests + 0.01 * requests * width + slow + 0.02, 0.02)
+        for requests in (1, 2, 4)
+        for width, slow in ((1, 0.05), (2, 0.0), (4, 0.0))
+    ]
+    table, _ = fit_additive(cells)
+    assert table.plain_seconds == pytest.approx([0.11 * requests + 0.05 for requests in (1, 2, 4)])
+    assert table.plain_step_seconds(2) == pytest.approx(0.27)
+    assert table.plain_step_seconds(3) == pytest.approx((0.27 + 0.49) / 2)
+    assert table.plain_step_seconds(2) > float(table.step_seconds(2, 2)) - 0.02
+    assert cost_from_dict(table.to_dict()) == table
+    assert extended(table, tokens=64, requests=8).plain_step_seconds(8) == pytest.approx(0.93)
+    silent, _ = fit_additive([dataclasses.replace(cell, draft_seconds=0.0) for cell in cells])
+    assert silent.plain_seconds is None
+    with pytest.raises(ConfigError, match="plain_seconds holds"):
+        dataclasses.replace(table, plain_seconds=(0.1, 0.0, 0.1))
