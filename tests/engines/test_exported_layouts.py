@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from modelopt_spec.checkpoints.engines.llama_cpp_runner import LlamaServer, ServerSettings
+from modelopt_spec.checkpoints.engines.llama_cpp_runner import EngineError, LlamaServer, ServerSettings
 from modelopt_spec.checkpoints.engines.llama_cpp_timings import Generation
 from modelopt_spec.checkpoints.engines.llama_cpp_tools import LlamaCppTools, convert_to_gguf, spec_type_of
 from modelopt_spec.checkpoints.export import export
@@ -48,7 +48,6 @@ IN_LLAMA_CPP = (
     (VANILLA, "nemotron"),
     (VANILLA, "speculators"),
     (BONUS, "deepspec"),
-    (REDUCED, "deepspec"),
 )
 MODELOPT = "nvidia-modelopt 0.47's DSpark"
 NEW_TOKENS = 12
@@ -221,6 +220,17 @@ def test_llama_cpp_proposes_what_we_draft(
     assert accepted[FITTED] > 0, "a draft that was fitted to an answer must be accepted there"
     proof.found("greedy tokens equal to llama.cpp's own without the draft", sum(len(own.tokens) for own in served))
     proof.found(f"proposed blocks equal to ours, {sum(accepted)} draft tokens accepted", len(our_blocks(ours)))
+
+
+def test_an_older_llama_cpp_refuses_a_reduced_vocabulary(
+    llama_cpp: LlamaCppTools, directory_of: Callable[[Case], Path], target_dir: Path, target_gguf: Path, tmp_path: Path
+) -> None:
+    """The prebuilt server does not read ``d2t`` of such drafts yet; it stops instead of drafting other tokens."""
+    directory = directory_of((REDUCED, "deepspec"))
+    gguf = convert_to_gguf(directory, tmp_path / "draft.gguf", llama_cpp, target_dir=target_dir)
+    settings = ServerSettings(target_gguf, gguf, spec_type_of(directory), 7, **ON_A_BUSY_MACHINE)
+    with pytest.raises(EngineError, match=r"markov_w2.*wrong shape"):
+        LlamaServer(llama_cpp, settings, tmp_path / "server.log").start()
 
 
 def test_what_no_engine_loads_is_refused(model_of: Callable[[str], nn.Module], tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class LlamaCpp(Engine):
             (backbone.causal, "causality"),
             (backbone.attention_sink, "attention sinks"),
             (scales, "the scales in dflash_config"),
+            (serving.config.draft_vocab_size is not None, "d2t, and stop at a reduced vocabulary"),
         )
         return [_OLDER.format(what) for needed, what in wanted if needed]
 
