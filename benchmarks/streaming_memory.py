@@ -13,8 +13,10 @@ times the set's size, and are removed at the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,8 @@ from modelopt_spec.targets.packaged import resolve_target
 from modelopt_spec.versions import versions
 
 BLOCK, PHRASE = 2000, 30
+EVERY = 5.0
+"""Seconds between the points of a series."""
 
 
 def write_set(path: Path, size: int, words_per_row: int, seed: int = 0) -> None:
@@ -96,25 +100,43 @@ def memory_of(pid: int) -> dict[str, float]:
     return {name: int(lines[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile")}
 
 
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder whose files come and go."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
 def watch(command: list[str], prepared: Path, log: Path) -> dict[str, Any]:
-    """Peak memory while the set is prepared and while the drafter is trained."""
+    """Memory while the set is prepared and while the drafter is trained: peaks, and what was held as it went on."""
     peaks: dict[str, dict[str, float]] = {}
+    series: list[dict[str, Any]] = []
     started = time.monotonic()
     with open(log, "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            phase = "training" if any(prepared.glob("rows-*/data.json")) else "preparing"
-            try:
-                now = memory_of(process.pid)
-            except (OSError, KeyError):
-                break
-            peak = peaks.setdefault(phase, dict.fromkeys(now, 0.0))
-            peaks[phase] = {name: max(value, peak[name]) for name, value in now.items()}
-            peaks[phase]["seconds"] = round(time.monotonic() - started, 1)
-            time.sleep(0.2)
+        try:
+            while process.poll() is None:
+                phase = "training" if any(prepared.glob("rows-*/data.json")) else "preparing"
+                try:
+                    now = memory_of(process.pid)
+                except (OSError, KeyError):
+                    break
+                seconds = round(time.monotonic() - started, 1)
+                peak = peaks.setdefault(phase, dict.fromkeys(now, 0.0))
+                peaks[phase] = {name: round(max(value, peak[name]), 1) for name, value in now.items()}
+                peaks[phase]["seconds"] = seconds
+                if not series or series[-1]["phase"] != phase or seconds - series[-1]["seconds"] >= EVERY:
+                    point = {"seconds": seconds, "phase": phase, "anon_mb": round(now["RssAnon"])}
+                    series.append({**point, "on_disk_mb": round(size_of(prepared) / 1e6)})
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.terminate()
     if process.wait():
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
-    return {phase: {name: round(value, 1) for name, value in peak.items()} for phase, peak in peaks.items()}
+    return {"peak_mb": peaks, "series": series}
 
 
 def main() -> None:
@@ -140,7 +162,7 @@ def main() -> None:
             file = folder / "recipe.yaml"
             file.write_text(yaml.safe_dump(recipe(folder / "target", data, folder, args)))
             command = [sys.executable, "-m", "modelopt_spec.cli", "train", str(file), "--quiet"]
-            peaks = watch(command, folder / "prepared", folder / "log")
+            seen = watch(command, folder / "prepared", folder / "log")
             shards = sum(path.stat().st_size for path in (folder / "prepared").rglob("*.arrow"))
             report = json.loads((folder / "run" / "report.json").read_text())
             results.append(
@@ -151,10 +173,10 @@ def main() -> None:
                     "steps": report["steps"],
                     "arrow_mb": round(shards / 1e6),
                     "memory_mb": args.memory_mb,
-                    "peak_mb": peaks,
+                    **seen,
                 }
             )
-            print(json.dumps(results[-1]), flush=True)
+            print(json.dumps({**results[-1], "series": len(seen["series"])}), flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"versions": versions(), "results": results}, indent=2) + "\n")
@@ -162,4 +184,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     main()
