@@ -79,9 +79,8 @@ def links(page: Path) -> list[str]:
 
 def commands(text: str) -> list[list[str]]:
     """The command lines of a shell block: continuation lines joined, comments left out."""
-    joined = re.sub(r"\\\n\s*", " ", text)
     found = []
-    for line in joined.splitlines():
+    for line in _joined(text).splitlines():
         parts = shlex.split(line, comments=True)
         if parts:
             found.append(parts)
@@ -90,12 +89,21 @@ def commands(text: str) -> list[list[str]]:
 
 def mtsp_lines(page: Path) -> list[list[str]]:
     """Every `mtsp` line in the code of a page; ones with `...` or `[optional]` parts are not command lines."""
-    text = page.read_text(encoding="utf-8")
-    joined = re.sub(r"\\\n\s*", " ", text)
     found = []
-    for line in joined.splitlines():
-        stripped = line.strip()
-        indented = line.startswith("    ") or any(stripped in block.code for block in blocks(page))
-        if stripped.startswith("mtsp ") and indented and "..." not in stripped and " [" not in stripped:
-            found.append(shlex.split(stripped.split("  ")[0] if line.startswith("    ") else stripped, comments=True))
+    text = page.read_text(encoding="utf-8")
+    indented = [line.split("  ", 1)[0] for line in map(_after_indent, _joined(text).splitlines()) if line]
+    fenced = [line for block in blocks(page) for line in _joined(block.code).splitlines()]
+    for line in map(str.strip, [*indented, *fenced]):
+        if line.startswith("mtsp ") and "..." not in line and " [" not in line:
+            found.append(shlex.split(line, comments=True))
     return found
+
+
+def _joined(text: str) -> str:
+    """Continuation lines joined."""
+    return re.sub(r"\\\n\s*", " ", text)
+
+
+def _after_indent(line: str) -> str:
+    """The rest of a line that is indented as code, else nothing."""
+    return line[4:].strip() if line.startswith("    ") else ""
