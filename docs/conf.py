@@ -20,7 +20,7 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build", "generated/*.md", "results/**/README.md"]
+exclude_patterns = ["_build", "generated/*.md"]
 html_theme = "furo"
 html_title = "modelopt-spec"
 html_theme_options = {"source_repository": "", "navigation_with_keys": True}
