@@ -27,7 +27,8 @@ from modelopt_spec.decoding.measure import end_tokens, numbered
 from modelopt_spec.decoding.prompts import read_prompt_files
 from modelopt_spec.reports import scheduling as reports
 from modelopt_spec.scheduling import api
-from modelopt_spec.scheduling.calibrate import write_report
+from modelopt_spec.scheduling.calibrate import calibrate_rounds, write_report
+from modelopt_spec.scheduling.calibration import CalibrationOptions
 from modelopt_spec.scheduling.cost import cost_from_dict
 from modelopt_spec.scheduling.cost_fit import read_cells
 from modelopt_spec.scheduling.cost_measure import CostMeasurements, measure_cost, pool_measurements
@@ -91,6 +92,9 @@ class Run:
             write_report(report, self.out / f"calibration_{name}.json")
             reports.draw_reliability(report, self.out / f"reliability_{name}.png")
             print(name, reports.calibration_table(report), sep="\n")
+        plain = CalibrationOptions(refine=True, bootstrap=0, min_events=0)
+        alone = calibrate_rounds(self.all_rounds("sampled"), held_out_share=0.4, folds=5, options=plain)
+        write_report(alone, self.out / "calibration_sampled_no_offset.json")
 
     def all_rounds(self, name: str) -> RoundTable:
         """Rounds of all prompts of a setting."""
