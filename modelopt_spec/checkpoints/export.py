@@ -17,7 +17,7 @@ from modelopt_spec.checkpoints import store
 from modelopt_spec.checkpoints.atomic import atomic_directory, check_free
 from modelopt_spec.checkpoints.card import CARD, build_card, provenance_of, target_identity
 from modelopt_spec.checkpoints.compare import Comparison, StandIn, compare_block, rebuild
-from modelopt_spec.checkpoints.engines import ExportPlan, plan_export
+from modelopt_spec.checkpoints.engines import ExportPlan, get_engine, plan_export
 from modelopt_spec.checkpoints.engines.base import drafts_of
 from modelopt_spec.checkpoints.engines.llama_cpp_gguf import write_gguf
 from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
@@ -29,6 +29,7 @@ from modelopt_spec.checkpoints.packing import QUANT_FILE, quantisation_of, quant
 from modelopt_spec.checkpoints.quantise import float_weights, is_quantised, pack
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.checkpoints.zero_head import needs_zero_head, with_zero_head
+from modelopt_spec.config import DrafterConfig
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.scheduling.scheduler_file import SCHEDULER_FILE
@@ -128,7 +129,7 @@ def export(
         engines: engines that must all load it (``vllm``, ``sglang``, ``tensorrt_llm``, ``llama.cpp``); None writes for
             as many as serve this drafter and reports the others.
         layout: published format to write; None takes the one that the engines read, and gives an anchor-first drafter
-            without a head a head of zeros, which engines need.
+            without a head a head of zeros, which engines need (llama.cpp alone serves it as it is).
         dtype: type of the written weights; None keeps theirs.
         overwrite: replace a directory that is not empty.
         scheduler: a ``scheduler.json`` of this drafter; it and its files for the engines are written too. Default: the
@@ -161,7 +162,7 @@ def export(
     if wanted is not None:
         draft = _cast(draft, wanted)
     _check_mask(draft)
-    zero_head = layout is None and needs_zero_head(draft.config)
+    zero_head = layout is None and needs_zero_head(draft.config) and not _for_llama_cpp_alone(draft.config, engines)
     if zero_head:
         draft = with_zero_head(draft)
     algorithm = draft.packed.algorithm if draft.packed is not None else None
@@ -301,6 +302,11 @@ def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[s
     config = store.config_of(description)
     shared = shared_modules(recorded_target(root), config)
     return Draft(config, tensors, shared=shared), target, provenance_of(root), str(root)
+
+
+def _for_llama_cpp_alone(config: DrafterConfig, engines: Sequence[str] | None) -> bool:
+    """Whether only llama.cpp is named: it serves rank 0, and no Markov head without a confidence head."""
+    return not config.confidence.enabled and {get_engine(name).name for name in engines or ()} == {"llama.cpp"}
 
 
 def _cast(draft: Draft, dtype: torch.dtype) -> Draft:

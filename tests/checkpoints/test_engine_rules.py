@@ -188,6 +188,7 @@ FAILS = [
     ("llama.cpp", "llama3", "deepspec", lambda c: None, list, "rope scaling"),
     ("llama.cpp", "reduced", "deepspec", lambda c: None, without_tensor("d2t"), "d2t"),
     ("llama.cpp", "vanilla", "deepspec", lambda c: None, without_tensor("markov"), "confidence head"),
+    ("llama.cpp", "vanilla", "deepspec", lambda c: None, without_tensor("confidence_head"), "confidence head"),
 ]
 
 

@@ -39,9 +39,9 @@ def test_export_and_load_are_inverse(tmp_path, case):
 
 
 def test_headless_anchor_first_drafts_get_a_head_of_zeros(tmp_path):
-    """It drafts the same, and every engine serves it."""
+    """It drafts the same, and every engine serves it but llama.cpp, which serves it as it is."""
     model = converted("dflash")
-    report = export(model, tmp_path / "out", engines=["vllm", "sglang", "llama.cpp", "tensorrt_llm"], quiet=True)
+    report = export(model, tmp_path / "out", engines=["vllm", "sglang", "tensorrt_llm"], quiet=True)
     assert any("head of zeros" in note for note in report.notes)
     other = load_drafter(tmp_path / "out", tiny("llama"), quiet=True)
     assert other.drafter.config.head.type == "vanilla"
@@ -52,6 +52,10 @@ def test_headless_anchor_first_drafts_get_a_head_of_zeros(tmp_path):
     assert blocks[0].tokens == blocks[1].tokens
     with pytest.raises(UnsupportedError, match="head of zeros"):
         export(model, tmp_path / "plain", engines=["vllm"], layout="deepspec", quiet=True)
+    alone = export(model, tmp_path / "alone", engines=["llama_cpp"], quiet=True)
+    assert not any("head of zeros" in note for note in alone.notes)
+    with pytest.raises(UnsupportedError, match="with a confidence head beside it"):
+        export(model, tmp_path / "both", engines=["vllm", "llama.cpp"], quiet=True)
 
 
 def test_a_confidence_head_without_a_correction_head_gets_one_of_zeros_too(tmp_path):

@@ -43,7 +43,6 @@ IN_VLLM = (
 IN_LLAMA_CPP = (
     (DFLASH, "zlab"),
     (RANK_ZERO, "deepspec"),
-    (ZERO_HEAD, "deepspec"),
     (VANILLA, "deepspec"),
     (VANILLA, "nemotron"),
     (VANILLA, "speculators"),
@@ -234,9 +233,11 @@ def test_an_older_llama_cpp_refuses_a_reduced_vocabulary(
 
 
 def test_what_no_engine_loads_is_refused(model_of: Callable[[str], nn.Module], tmp_path: Path) -> None:
-    """Rank 0 kills vLLM's CPU build: it is refused before anything is written."""
+    """Rank 0 kills vLLM's CPU build, and llama.cpp loads no Markov head, of zeros or not, without a confidence head."""
     with pytest.raises(UnsupportedError, match="markov_rank 0"):
         export(model_of(RANK_ZERO), tmp_path / "draft", engines=["vllm"], layout="deepspec", quiet=True)
+    with pytest.raises(UnsupportedError, match="with a confidence head beside it"):
+        export(model_of(RANK_ZERO), tmp_path / "draft", engines=["vllm", "llama.cpp"], quiet=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -51,6 +51,11 @@ class LlamaCpp(Engine):
             return "its DFlash graph has no attention bias; serve with vLLM or SGLang"
         if config.confidence.enabled and not (config.confidence.with_markov and config.head.type == "vanilla"):
             return "its confidence head always reads the Markov embedding; train with confidence.with_markov true"
+        if config.head.type == "vanilla" and not config.confidence.enabled:
+            return (
+                "it loads a Markov head only with a confidence head beside it; train with confidence.enabled true, or "
+                "export a drafter without a head for llama.cpp alone"
+            )
         if serving.layout == "zlab" and is_anchor_first(config):
             return "its DFlash draft skips slot 0; write layout 'deepspec'"
         if config.draft_vocab_size is not None and serving.layout == "zlab":
@@ -150,6 +155,8 @@ class LlamaCpp(Engine):
         view.does["confidence input"] = confidence_input(confidence is not None, True)
         if confidence is not None and markov is None:
             view.fails["confidence head"] = "a confidence head without a Markov head does not load"
+        if markov is not None and confidence is None:
+            view.fails["confidence head"] = "a Markov head without a confidence head does not load"
 
     @staticmethod
     def _vocabulary(keys: Mapping[str, Any], directory: Directory, view: View) -> None:
