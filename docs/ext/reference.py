@@ -272,7 +272,7 @@ def heads_table(path: Path) -> str:
         f"{', '.join(map(str, comparison['seeds']))}: {first['training']['steps']} steps each on the same rows, "
         f"tau on the same {first['evaluation']['pooled']['prompts']} held-out prompts in real rounds. "
         "Intervals and differences are bootstrapped over prompts (95%, paired), all seeds together; acceptance by slot "
-        "is conditional. Head time is one thread of this machine's CPU."
+        "is conditional. Head time is the median on the CPU that ran the comparison."
     )
     return "\n".join([*_table(head, rows), "", facts]) + "\n"
 
