@@ -79,14 +79,14 @@ class Router(Float32Module):
         return scores, ids, weights * (self.config.routed_scaling_factor or 1.0)
 
     def statistics(self, scores: Tensor, ids: Tensor, valid: Tensor | None) -> RoutingStats:
-        """Sums over the tokens that are valid ([M] bool; all of them if None)."""
-        share = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+        """Sums over the tokens that are valid ([M] bool; all of them if None), exact under autocast too."""
         real = torch.ones_like(ids[:, 0], dtype=torch.bool) if valid is None else valid
-        real = real.to(share.dtype)
-        chosen = torch.zeros_like(share).scatter(1, ids, 1.0).detach()
-        with torch.no_grad():
-            entropy = -(share * share.clamp(min=1e-20).log()).sum(-1)
-        return RoutingStats(real @ chosen, real @ share, real @ entropy, real.sum())
+        with torch.autocast(scores.device.type, enabled=False):
+            share = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+            real = real.to(share.dtype)
+            chosen = torch.zeros_like(share).scatter(1, ids, 1.0).detach()
+            entropy = -(share * share.clamp(min=1e-20).log()).sum(-1).detach()
+            return RoutingStats(real @ chosen, real @ share, real @ entropy, real.sum())
 
 
 class MoE(nn.Module):

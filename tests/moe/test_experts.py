@@ -185,6 +185,18 @@ def test_router_is_float32_inside_of_a_16_bit_model_and_autocast() -> None:
     torch.testing.assert_close(scores, block.gate.scores(x.float()))
 
 
+def test_statistics_are_exact_under_autocast() -> None:
+    """Counts beyond what 16 bits hold: no choice is lost to rounding."""
+    block = _shaken(MoE(CONFIG, 16))
+    x = torch.randn(1003, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, stats = block(x)
+    scores, ids, _ = block.gate(x)
+    assert torch.equal(stats.counts, ids.flatten().bincount(minlength=5).float())
+    assert float(stats.counts.sum()) == 2 * 1003
+    torch.testing.assert_close(stats.probability, (scores / scores.sum(-1, keepdim=True)).sum(0), rtol=1e-5, atol=1e-4)
+
+
 def test_float32_experts_under_autocast_multiply_in_16_bit() -> None:
     block = _shaken(MoE(CONFIG, 16))
     x = torch.randn(6, 16)
