@@ -17,6 +17,7 @@ from modelopt_spec.checkpoints.preflight import check
 from modelopt_spec.checkpoints.quantise import EXCLUDED, FORMATS, float_weights, nvfp4_rounded, pack, quantise
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.conversion import convert
+from modelopt_spec.decoding.generate import generate
 from modelopt_spec.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoints.drafts import converted, randomise
 from tests.tiny import tiny
@@ -162,6 +163,20 @@ def test_everything_may_be_quantised(tmp_path):
     assert "fc" not in ignored
     assert "*.self_attn.qkv_proj" not in ignored
     assert {t.dtype for t in read_draft(tmp_path / "out").draft.tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoding_runs_through_the_quantised_layers(name):
+    """What is measured after quantising is the rounded drafter: confidences move, the target's tokens stay."""
+    model = converted()
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(2))
+    before = generate(model, ids, max_new_tokens=10)
+    quantise(model.drafter, name, lambda: generate(model, ids, max_new_tokens=10))
+    after = generate(model, ids, max_new_tokens=10)
+    assert before.sequences.tolist() == after.sequences.tolist()
+    first, second = (r.rounds[0].confidence_logits for r in (before, after))
+    moved = max(abs(a - b) for a, b in zip(first, second))
+    assert 1e-4 < moved < 5.0
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
