@@ -73,6 +73,11 @@ def _difference(summary: dict[str, Any]) -> str:
     return text if bounds is None else f"{text} ({bounds[0]:+.3f} to {bounds[1]:+.3f})"
 
 
+def _running_median(values: Sequence[float]) -> list[float]:
+    """Median of each log and its two neighbours on either side: one row of repeated text moves a log far."""
+    return [float(np.median(values[max(0, place - 2) : place + 3])) for place in range(len(values))]
+
+
 def draw_comparison(comparison: dict[str, Any], path: str | Path) -> Path:
     """Draw training curves (mean over seeds, seeds as thin lines) and conditional acceptance per slot (rounds of all
     seeds) into one PNG.
@@ -89,7 +94,7 @@ def draw_comparison(comparison: dict[str, Any], path: str | Path) -> Path:
         left.plot(steps, values.mean(0), color=colour, label=labels[index])
         shares = [np.nan if share is None else share for share in entry["summary"]["conditional_acceptance"]]
         right.plot(range(len(shares)), shares, marker="o", color=colour, label=labels[index])
-    left.set(xlabel="optimizer step", ylabel="accepted length on training rows")
+    left.set(xlabel="optimizer step", ylabel="accepted length on training rows, running median")
     right.set(xlabel="slot", ylabel="conditional acceptance, real rounds", ylim=(0, 1))
     left.legend()
     figure.savefig(path, dpi=150)
