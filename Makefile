@@ -34,6 +34,7 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.train_step
+	$(BIN)/python -m benchmarks.moe_step
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.decode --json runs/bench/decode.json
 
 engines-quick: setup

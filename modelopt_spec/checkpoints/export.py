@@ -35,7 +35,7 @@ from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.scheduling.scheduler_file import SCHEDULER_FILE
 from modelopt_spec.scheduling.ship import ship, shippable
 
-__all__ = ["CONTEXTS", "TOLERANCE", "ExportReport", "export", "prove"]
+__all__ = ["CONTEXTS", "TOLERANCE", "ExportReport", "cast_draft", "draft_of", "export", "prove"]
 
 GGUF_FILE = "draft.gguf"
 CONTEXTS = (1, 7, 33)
@@ -146,7 +146,7 @@ def export(
         CheckpointError: ``out`` is not free, or what was written does not reproduce the drafter.
     """
     check_free(out, overwrite=overwrite)
-    draft, target, provenance, source = _draft_of(model_or_checkpoint)
+    draft, target, provenance, source = draft_of(model_or_checkpoint)
     facts = TargetFacts.from_card(target)
     wanted = parse_dtype(dtype)
     parameters = None
@@ -160,7 +160,7 @@ def export(
     elif fold_temperature:
         raise ConfigError("fold_temperature needs a scheduler file: its shared temperature is what is folded")
     if wanted is not None:
-        draft = _cast(draft, wanted)
+        draft = cast_draft(draft, wanted)
     _check_mask(draft)
     zero_head = layout is None and needs_zero_head(draft.config) and not _for_llama_cpp_alone(draft.config, engines)
     if zero_head:
@@ -282,7 +282,7 @@ def prove(draft: Draft, directory: Path, *, contexts: Sequence[int] = CONTEXTS) 
     return tuple(results)
 
 
-def _draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[str, Any], dict[str, Any], str]:
+def draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[str, Any], dict[str, Any], str]:
     """The draft, its target's identity, its provenance and where it came from."""
     if isinstance(source, nn.Module):
         drafter = getattr(source, "drafter", None)
@@ -309,7 +309,8 @@ def _for_llama_cpp_alone(config: DrafterConfig, engines: Sequence[str] | None) -
     return not config.confidence.enabled and {get_engine(name).name for name in engines or ()} == {"llama.cpp"}
 
 
-def _cast(draft: Draft, dtype: torch.dtype) -> Draft:
+def cast_draft(draft: Draft, dtype: torch.dtype) -> Draft:
+    """The draft in another type; what must stay float32 and what is packed keeps its own."""
     kept = kept_in_float32(draft.config) if dtype in (torch.bfloat16, torch.float16) else frozenset()
     kept |= draft.packed_names
     tensors = {n: t.to(dtype) if t.is_floating_point() and n not in kept else t for n, t in draft.tensors.items()}
