@@ -26,8 +26,7 @@ from modelopt_spec.checkpoints.card import CARD, build_card
 from modelopt_spec.checkpoints.compare import Comparison
 from modelopt_spec.checkpoints.engines import ENGINES, deepseek_v4
 from modelopt_spec.checkpoints.engines.base import Directory, Serving
-from modelopt_spec.checkpoints.export import cast_draft, draft_of
-from modelopt_spec.checkpoints.export import prove
+from modelopt_spec.checkpoints.export import cast_draft, draft_of, prove
 from modelopt_spec.checkpoints.files import MAX_SHARD_BYTES, parse_dtype, write_json
 from modelopt_spec.checkpoints.layouts import get_layout
 from modelopt_spec.checkpoints.layouts.base import Draft
