@@ -378,3 +378,14 @@ def test_export_refuses_what_its_own_preflight_refuses(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="confidence head: the engine will do something else"):
         export(converted(), tmp_path / "out", quiet=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_in_low_precision_does_not_look_like_a_difference(tmp_path):
+    """Its logits would round hidden states that agree to 1e-7 to other bfloat16 numbers."""
+    model = converted("vanilla").to(torch.bfloat16)
+    model.drafter.float()
+    export(model, tmp_path / "out", quiet=True)
+    report = check(tmp_path / "out", model, contexts=tuple(range(1, 33)))
+    blocks = [fact for fact in report.facts if fact.name == "block"]
+    assert len(blocks) == 32
+    assert all(fact.verdict == "same" and float(fact.does) < 1e-4 for fact in blocks)

@@ -93,7 +93,11 @@ def _contexts(draft: Draft, card: dict[str, Any] | None, target: nn.Module | Non
 def _context(
     draft: Draft, target: nn.Module | None, length: int
 ) -> tuple[Tensor, int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Features [C, T*D], anchor, embedding and base logits: the target's, or a stand-in's without one."""
+    """Features [C, T*D], anchor, embedding and base logits: the target's, or a stand-in's without one.
+
+    A target in low precision would round hidden states that differ by 1e-7 to logits that differ by 1e-2, so its output
+    projection, which is no part of the draft, is then the stand-in's.
+    """
     config = draft.config
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(0, config.vocab_size or 1, (1, length + 1), generator=generator)
@@ -117,4 +121,6 @@ def _context(
     def logits(hidden: Tensor) -> Tensor:
         return bound.logits(hidden.to(device=device, dtype=dtype)).float().cpu()
 
+    if dtype not in (torch.float32, torch.float64):
+        logits = StandIn(config.backbone.hidden_size or 0, config.vocab_size or 0).logits
     return taps.float().cpu(), int(ids[0, -1]), embed, logits
