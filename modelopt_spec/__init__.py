@@ -2,7 +2,7 @@
 
     import modelopt_spec as mtsp
 
-    model = mtsp.convert(model, mode="dspark", tokenizer=tokenizer)   # attach a DFlash drafter with a correction head
+    model = mtsp.convert(model, ("dspark", {"mask_token": "auto"}), tokenizer=tokenizer)   # attach a DFlash drafter
     result = mtsp.train("dspark/smollm2_135m")                        # or train one from a recipe
     mtsp.evaluate(model, tokenizer, ["prompts.jsonl"])                # accepted length of real rounds
     mtsp.calibrate(model, tokenizer, ["prompts.jsonl"])               # confidence head and scheduler parameters

@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 200)
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No tables and no progress bars.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file ('-' for stdout).")]

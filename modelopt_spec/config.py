@@ -146,7 +146,9 @@ class BackboneConfig(SpecConfig):
     causal: bool = Field(default=False, description="causal instead of bidirectional attention inside a block")
     sliding_window: int | None = Field(default=None, ge=1, description="context tokens that a block sees; null = all")
     window_rule: Literal["block", "query"] = Field(
-        default="block", description="block: vLLM, SGLang (the last `window` context tokens); query: llama.cpp"
+        default="block",
+        description="how the window is counted. block: the last `window` context tokens for the whole block "
+        "(DeepSeek-V4 stages in vLLM and SGLang); query: from each slot (dense drafts everywhere, all in llama.cpp)",
     )
     attention_sink: bool = Field(default=False, description="one learned logit per head in the softmax denominator")
     residual: Literal["plain", "mhc"] = Field(

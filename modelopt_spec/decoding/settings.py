@@ -102,6 +102,7 @@ def _first(*values: Any) -> Any:
 def _sampling(
     config: Any, do_sample: bool | None, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> Sampling:
+    Sampling(float(_first(temperature, 0.0)), int(_first(top_k, 0)), float(_first(top_p, 1.0)))
     if do_sample is None:
         do_sample = temperature > 0 if temperature is not None else bool(getattr(config, "do_sample", None))
     if not do_sample:

@@ -133,6 +133,16 @@ def curve_of(report: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, str]:
     raise AssertionError("unreachable")
 
 
+def _read_report(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no report.json of a training: {error}") from None
+    if not isinstance(content, dict) or "curves" not in content:
+        raise DataError(f"{path} is no report.json of a training: it has no curves")
+    return content
+
+
 def forecast(
     report: dict[str, Any] | str | Path,
     at_tokens: Sequence[float] | None = None,
@@ -160,7 +170,7 @@ def forecast(
     Raises:
         DataError: a curve of fewer than 8 points.
     """
-    content = report if isinstance(report, dict) else json.loads(Path(report).read_text())
+    content = report if isinstance(report, dict) else _read_report(Path(report))
     tokens, tau, metric = curve_of(content)
     kept = slice(int(len(tokens) * skip), None)
     n, y = tokens[kept], tau[kept]

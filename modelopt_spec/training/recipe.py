@@ -6,6 +6,7 @@ validated: an unknown key is an error that suggests the nearest one.
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +80,22 @@ class RemoteSection(SpecConfig):
     backoff: float = Field(default=1.0, ge=0, description="seconds before the first further try; doubles")
 
 
+def _check_numbers(section: dict[str, Any]) -> None:
+    """Refuse numbers that the trainer would only trip over after the target is loaded."""
+    for key in ("learning_rate", "weight_decay", "max_grad_norm"):
+        if section.get(key) is None:
+            continue
+        try:
+            value = float(section[key])
+        except (TypeError, ValueError):
+            value = math.nan
+        if not (math.isfinite(value) and value >= 0) or (key == "learning_rate" and value == 0):
+            wanted = "a positive number" if key == "learning_rate" else "0 or a positive number"
+            raise ConfigError(f"training.{key} is {section[key]!r}: it must be {wanted}")
+    if section.get("max_steps") == 0:
+        raise ConfigError("training.max_steps is 0: give the number of optimizer steps, or -1 for whole epochs")
+
+
 class TrainingSection(SpecConfig):
     """Ours, plus every field of transformers' TrainingArguments."""
 
@@ -111,6 +128,7 @@ class TrainingSection(SpecConfig):
         if isinstance(data, dict):
             # YAML reads an unquoted `no` as false, which none of the strategies knows.
             data = {key: "no" if value is False and key in STRATEGIES else value for key, value in data.items()}
+            _check_numbers(data)
         return data
 
     def arguments(self) -> dict[str, Any]:
@@ -238,6 +256,8 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
             f"recipe {str(recipe)!r} is neither a file nor a built-in recipe.{nearest(str(recipe), names)} "
             f"Built-in: {', '.join(names)}"
         )
+    if chosen.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"recipe {chosen} is not a YAML file: its name must end in .yaml or .yml")
     try:
         data = load_config(chosen)
     except YAMLError as error:

@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from modelopt_spec.decoding.generate import generate
 from modelopt_spec.decoding.randomness import RowRandom
 from modelopt_spec.decoding.sampling import GREEDY, Sampling, probabilities
 from modelopt_spec.errors import ConfigError
+from tests.decoding.tiny import add_drafter, tiny_target
 
 
 def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -108,3 +110,9 @@ def test_drawn_shares_match_the_weights():
     assert torch.allclose(shares, weights[0], atol=0.03)
     accepted = RowRandom(4000, seed=0).accept(torch.full((4000, 2), 0.3), range(4000), [2] * 4000)
     assert torch.allclose(accepted.float().mean(0), torch.tensor(0.3), atol=0.03)
+
+
+@pytest.mark.parametrize("name, value", [("temperature", float("nan")), ("top_p", 2.0), ("top_k", -1)])
+def test_generate_refuses_what_cannot_be_meant_also_without_sampling(name: str, value: float):
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        generate(add_drafter(tiny_target("llama")), torch.tensor([[5, 6]]), max_new_tokens=2, **{name: value})

@@ -183,3 +183,26 @@ def test_mistakes_name_the_field_and_the_fix(overrides: list[str], message: str)
 def test_unknown_recipe() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'dspark/smollm2_135m'"):
         load_recipe("dspark/smollm2_135")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.learning_rate=nan", "training.learning_rate is"),
+        ("training.learning_rate=-1", "training.learning_rate is -1"),
+        ("training.learning_rate=0", "a positive number"),
+        ("training.weight_decay=-0.1", "training.weight_decay is -0.1"),
+        ("training.max_steps=0", "training.max_steps is 0"),
+    ],
+)
+def test_numbers_are_checked_before_anything_is_loaded(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("dspark/smollm2_135m", [override])
+    assert load_recipe("dspark/smollm2_135m", ["training.learning_rate=1e-3"]).training.arguments()["learning_rate"]
+
+
+def test_a_recipe_file_is_yaml(tmp_path) -> None:
+    path = tmp_path / "recipe.txt"
+    path.write_text("hello")
+    with pytest.raises(ConfigError, match="must end in"):
+        load_recipe(path)

@@ -50,7 +50,8 @@ class DeepSpecLayout(Layout):
         if (reason := only_dense(config)) is not None:
             return reason
         if config.head.type not in MARKOV_HEADS:
-            other = "layout 'domino' holds it" if config.head.type == "gru" else "distill it into a vanilla head"
+            holds_it = config.head.type == "gru"
+            other = "layout 'domino' holds it" if holds_it else "train a drafter with a vanilla head to have it served"
             return f"has no {config.head.type!r} head; {other}"
         return None
 
