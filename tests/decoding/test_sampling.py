@@ -112,7 +112,7 @@ def test_drawn_shares_match_the_weights():
     assert torch.allclose(accepted.float().mean(0), torch.tensor(0.3), atol=0.03)
 
 
-@pytest.mark.parametrize("name, value", [("temperature", float("nan")), ("top_p", 2.0), ("top_k", -1)])
+@pytest.mark.parametrize(("name", "value"), [("temperature", float("nan")), ("top_p", 2.0), ("top_k", -1)])
 def test_generate_refuses_what_cannot_be_meant_also_without_sampling(name: str, value: float):
     with pytest.raises(ConfigError, match=f"{name} is"):
         generate(add_drafter(tiny_target("llama")), torch.tensor([[5, 6]]), max_new_tokens=2, **{name: value})
