@@ -130,7 +130,7 @@ def export(
             as many as serve this drafter and reports the others.
         layout: published format to write; None takes the one that the engines read, and gives an anchor-first drafter
             without a head a head of zeros, which engines need (llama.cpp alone serves it as it is).
-        dtype: type of the written weights; None keeps theirs.
+        dtype: type of the written weights; None keeps theirs, or takes the only one that a named engine serves.
         overwrite: replace a directory that is not empty.
         scheduler: a ``scheduler.json`` of this drafter; it and its files for the engines are written too. Default: the
             one that lies in the checkpoint directory, if any.
@@ -148,7 +148,7 @@ def export(
     check_free(out, overwrite=overwrite)
     draft, target, provenance, source = draft_of(model_or_checkpoint)
     facts = TargetFacts.from_card(target)
-    wanted = parse_dtype(dtype)
+    wanted = _needed_dtype(draft.config, engines) if dtype is None else parse_dtype(dtype)
     parameters = None
     beside = None if isinstance(model_or_checkpoint, nn.Module) else Path(model_or_checkpoint) / SCHEDULER_FILE
     if scheduler is None and beside is not None and beside.is_file():
@@ -302,6 +302,12 @@ def draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[st
     config = store.config_of(description)
     shared = shared_modules(recorded_target(root), config)
     return Draft(config, tensors, shared=shared), target, provenance_of(root), str(root)
+
+
+def _needed_dtype(config: DrafterConfig, engines: Sequence[str] | None) -> torch.dtype | None:
+    """The only type that a named engine serves this drafter in (Domino in SGLang); None keeps the weights' own."""
+    named = {get_engine(name).name for name in engines or ()}
+    return torch.bfloat16 if config.head.type == "gru" and "sglang" in named else None
 
 
 def _for_llama_cpp_alone(config: DrafterConfig, engines: Sequence[str] | None) -> bool:

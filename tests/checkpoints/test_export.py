@@ -228,3 +228,11 @@ def test_wrong_target(tmp_path):
         load_drafter(tmp_path / "out", tiny("llama", num_hidden_layers=8), quiet=True)
     with pytest.raises(CheckpointError, match="hidden size 32"):
         load_drafter(tmp_path / "out", tiny("llama", hidden_size=40), quiet=True)
+
+
+def test_domino_for_sglang_is_written_in_the_one_type_that_serves_it(tmp_path):
+    model = converted("domino")
+    export(model, tmp_path / "out", engines=["sglang"], quiet=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(UnsupportedError, match="bfloat16 only"):
+        export(model, tmp_path / "other", engines=["sglang"], dtype="float32", quiet=True)
