@@ -305,9 +305,9 @@ def draft_of(source: nn.Module | str | os.PathLike[str]) -> tuple[Draft, dict[st
 
 
 def _needed_dtype(config: DrafterConfig, engines: Sequence[str] | None) -> torch.dtype | None:
-    """The only type that a named engine serves this drafter in (Domino in SGLang); None keeps the weights' own."""
-    named = {get_engine(name).name for name in engines or ()}
-    return torch.bfloat16 if config.head.type == "gru" and "sglang" in named else None
+    """The one type that a named engine serves this drafter in; None keeps the weights' own."""
+    wanted = (get_engine(name).only_dtype(config) for name in engines or ())
+    return next((dtype for dtype in wanted if dtype is not None), None)
 
 
 def _for_llama_cpp_alone(config: DrafterConfig, engines: Sequence[str] | None) -> bool:

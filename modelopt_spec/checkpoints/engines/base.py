@@ -95,6 +95,10 @@ class Engine(ABC):
         """What to know when serving a drafter that it does serve."""
         return []
 
+    def only_dtype(self, config: DrafterConfig) -> torch.dtype | None:
+        """The one type of weights that it serves this drafter in; None where there are several."""
+        return None
+
     def common_refusal(self, serving: Serving) -> str | None:
         """Rules that all engines share: activation, head, layout, window."""
         config = serving.config

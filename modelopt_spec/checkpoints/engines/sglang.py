@@ -65,9 +65,13 @@ class SGLang(Engine):
                 return (
                     f"Domino serves pure_draft_prefix_len 1 only, this drafter's is {config.head.pure_draft_prefix_len}"
                 )
-            if serving.dtype != torch.bfloat16:
+            if serving.dtype != self.only_dtype(config):
                 return f"Domino runs in bfloat16 only, these weights are {serving.dtype}; pass dtype=bfloat16"
         return None
+
+    def only_dtype(self, config: DrafterConfig) -> torch.dtype | None:
+        """Domino runs in bfloat16 alone."""
+        return torch.bfloat16 if config.head.type == "gru" else None
 
     def launch(
         self, config: DrafterConfig, layout: str, target: str, draft: str, quantization: str | None = None
