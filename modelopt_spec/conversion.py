@@ -6,7 +6,7 @@ ModelOpt resolves a mode by name over all of its registries and holds a `dflash`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -141,8 +141,12 @@ def _translate(mode: Any) -> list[tuple[str, dict[str, Any]]]:
     entries = mode if isinstance(mode, list) else [mode]
     translated = []
     for entry in entries:
-        name, config = entry if isinstance(entry, tuple) else (entry, {})
-        name = str(name).removeprefix(_PREFIX)
+        name, config = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, {})
+        if not isinstance(name, str) or not isinstance(config, Mapping | ModeloptBaseConfig | None):
+            raise ConfigError(
+                f"mode {entry!r}: give a name such as 'dspark', or ('dspark', config) with a dict of the drafter's keys"
+            )
+        name = name.removeprefix(_PREFIX)
         if name not in MODES:
             raise ConfigError(f"mode {name!r} is unknown.{nearest(name, MODES)} Known modes: {', '.join(MODES)}")
         values = config.model_dump() if isinstance(config, ModeloptBaseConfig) else dict(config or {})

@@ -19,16 +19,22 @@ def resolve_mask_token(
     """The mask token and its id, in this order: ``mask_token_id``, ``mask_token``, the tokenizer's mask token.
 
     Returns:
-        (token or None, id), or (mask_token, None) when only a tokenizer could tell.
+        (token or None, id), or (None, None) when nothing is asked for and there is no tokenizer that could tell.
 
     Raises:
-        ConfigError: the id has no embedding row, is pad, bos or eos, or nothing names a mask token.
+        ConfigError: the id has no embedding row, is pad, bos or eos, nothing names a mask token, or it is named by its
+            text and there is no tokenizer.
     """
     if mask_token_id is not None:
         _check_id(mask_token_id, shape)
         return mask_token, mask_token_id
     if tokenizer is None:
-        return mask_token, None
+        if mask_token is not None:
+            raise ConfigError(
+                f"mask_token is {mask_token!r}, which only the tokenizer can turn into an id: pass the target's "
+                "tokenizer (convert(..., tokenizer=tokenizer)), or set mask_token_id"
+            )
+        return None, None
     if mask_token == "auto":
         mask_token_id = pick_unused_id(tokenizer, shape)
         return tokenizer.convert_ids_to_tokens(mask_token_id) or mask_token, mask_token_id

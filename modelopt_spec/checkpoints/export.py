@@ -109,7 +109,7 @@ def export(
     model_or_checkpoint: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    engines: Sequence[str] | None = None,
+    engines: str | Sequence[str] | None = None,
     layout: str | None = None,
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
@@ -126,8 +126,8 @@ def export(
         model_or_checkpoint: a model with a drafter, or a checkpoint directory (of :func:`modelopt_spec.save`
             or of a run).
         out: the directory to write. It appears complete or not at all.
-        engines: engines that must all load it (``vllm``, ``sglang``, ``tensorrt_llm``, ``llama.cpp``); None writes for
-            as many as serve this drafter and reports the others.
+        engines: engine, or engines that must all load it (``vllm``, ``sglang``, ``tensorrt_llm``, ``llama.cpp``);
+            None writes for as many as serve this drafter and reports the others.
         layout: published format to write; None takes the one that the engines read, and gives an anchor-first drafter
             without a head a head of zeros, which engines need (llama.cpp alone serves it as it is).
         dtype: type of the written weights; None keeps theirs, or takes the only one that a named engine serves.
@@ -146,6 +146,7 @@ def export(
         CheckpointError: ``out`` is not free, or what was written does not reproduce the drafter.
     """
     check_free(out, overwrite=overwrite)
+    engines = [engines] if isinstance(engines, str) else engines
     draft, target, provenance, source = draft_of(model_or_checkpoint)
     facts = TargetFacts.from_card(target)
     wanted = _needed_dtype(draft.config, engines) if dtype is None else parse_dtype(dtype)
@@ -162,7 +163,7 @@ def export(
     if wanted is not None:
         draft = cast_draft(draft, wanted)
     _check_mask(draft)
-    zero_head = layout is None and needs_zero_head(draft.config) and not _for_llama_cpp_alone(draft.config, engines)
+    zero_head = layout is None and needs_zero_head(draft.config) and not _serve_without_head(draft.config, engines)
     if zero_head:
         draft = with_zero_head(draft)
     algorithm = draft.packed.algorithm if draft.packed is not None else None
@@ -310,9 +311,9 @@ def _needed_dtype(config: DrafterConfig, engines: Sequence[str] | None) -> torch
     return next((dtype for dtype in wanted if dtype is not None), None)
 
 
-def _for_llama_cpp_alone(config: DrafterConfig, engines: Sequence[str] | None) -> bool:
-    """Whether only llama.cpp is named: it serves rank 0, and no Markov head without a confidence head."""
-    return not config.confidence.enabled and {get_engine(name).name for name in engines or ()} == {"llama.cpp"}
+def _serve_without_head(config: DrafterConfig, engines: Sequence[str] | None) -> bool:
+    """Whether all named engines take a drafter without a head as it is."""
+    return bool(engines) and all(get_engine(name).serves_without_head(config) for name in engines or ())
 
 
 def cast_draft(draft: Draft, dtype: torch.dtype) -> Draft:

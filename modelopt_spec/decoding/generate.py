@@ -110,13 +110,16 @@ def generate(
         record_probabilities: with acceptance probabilities, which cost two softmaxes over the vocabulary a round.
         random: the source of chance itself, for tests.
 
+    Returns:
+        A :class:`GenerateResult`: sequences as ``model.generate`` gives them, new tokens and end of each row, and the
+        record of every round.
+
     Raises:
         ConfigError: settings that contradict each other or the drafter. DataError: prompts that cannot be used.
         UnsupportedError: a generation config or a target that this cannot reproduce; the message says what.
     """
     drafter, target = _parts(model)
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise DataError(f"input_ids has shape {tuple(input_ids.shape)}: it must be [prompts, tokens], neither 0")
+    _check_ids(input_ids)
     settings = resolve_settings(
         model,
         input_ids.shape[1],
@@ -198,6 +201,18 @@ def _parts(model: nn.Module) -> tuple[Drafter, HFTarget]:
             "drafter and restore it there"
         )
     return drafter, drafter.target
+
+
+def _check_ids(input_ids: Any) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise DataError(
+            f"input_ids is a {type(input_ids).__name__}: it must be a tensor of token ids, [prompts, tokens] "
+            '(tokenizer(..., return_tensors="pt")["input_ids"])'
+        )
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise DataError(f"input_ids has shape {tuple(input_ids.shape)}: it must be [prompts, tokens], neither 0")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise DataError(f"input_ids is of type {input_ids.dtype}: token ids are integers (torch.long)")
 
 
 @contextlib.contextmanager

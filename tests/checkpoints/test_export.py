@@ -52,7 +52,7 @@ def test_headless_anchor_first_drafts_get_a_head_of_zeros(tmp_path):
     assert blocks[0].tokens == blocks[1].tokens
     with pytest.raises(UnsupportedError, match="head of zeros"):
         export(model, tmp_path / "plain", engines=["vllm"], layout="deepspec", quiet=True)
-    alone = export(model, tmp_path / "alone", engines=["llama_cpp"], quiet=True)
+    alone = export(model, tmp_path / "alone", engines="llama_cpp", quiet=True)
     assert not any("head of zeros" in note for note in alone.notes)
     with pytest.raises(UnsupportedError, match="with a confidence head beside it"):
         export(model, tmp_path / "both", engines=["vllm", "llama.cpp"], quiet=True)

@@ -104,6 +104,7 @@ def test_defaults_come_from_the_target() -> None:
         ({"num_taps": 5}, "has room for 1 to 3 taps"),
         ({"mask_token_id": 2}, "pad, bos or eos"),
         ({"mask_token_id": 500}, "no row in the target's embedding"),
+        ({"mask_token": "auto"}, "mask_token is 'auto', which only the tokenizer can turn into an id"),
         ({"backbone": {"hidden_size": 64}}, "leave it unset"),
         ({"head": {"type": "vanila"}}, "Did you mean 'vanilla'"),
         ({"head": {"type": "none"}}, "with_markov"),
@@ -122,6 +123,9 @@ def test_bad_configs_name_field_value_and_fix(config: dict, message: str) -> Non
 def test_unknown_modes_and_models() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'dspark'"):
         mtsp.convert(tiny(), "dsparc", quiet=True)
+    for mode in (("dspark", "x"), ("dspark",), ("dspark", {}, {}), 3, {"algorithm": "dspark", "config": "x"}):
+        with pytest.raises(ConfigError, match="give a name such as 'dspark'"):
+            mtsp.convert(tiny(), mode, quiet=True)
     with pytest.raises(ConfigError, match="exactly one"):
         mtsp.convert(tiny(), ["dspark", "dflash"], quiet=True)
     with pytest.raises(UnsupportedError, match="not a model that can be a target"):

@@ -99,6 +99,10 @@ class Engine(ABC):
         """The one type of weights that it serves this drafter in; None where there are several."""
         return None
 
+    def serves_without_head(self, config: DrafterConfig) -> bool:
+        """Whether an anchor-first drafter without a head needs no head of zeros here."""
+        return False
+
     def common_refusal(self, serving: Serving) -> str | None:
         """Rules that all engines share: activation, head, layout, window."""
         config = serving.config

@@ -35,6 +35,10 @@ class LlamaCpp(Engine):
     layouts = ("deepspec", "zlab", "speculators", "nemotron")
     heads = ("none", "vanilla")
 
+    def serves_without_head(self, config: DrafterConfig) -> bool:
+        """It reads rank 0; and a Markov head, also one of zeros, only with a confidence head beside it."""
+        return not config.confidence.enabled
+
     def refuses(self, serving: Serving) -> str | None:
         """Vanilla heads; rope scalings that its converter writes; confidence heads that read the token."""
         reason = self.common_refusal(serving)
