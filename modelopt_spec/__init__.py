@@ -24,22 +24,25 @@ from modelopt_spec.versions import __version__
 if TYPE_CHECKING:
     from modelopt_spec.checkpoints.export import export
     from modelopt_spec.checkpoints.importing import load_drafter
+    from modelopt_spec.checkpoints.opening import open_checkpoint
     from modelopt_spec.checkpoints.store import restore, save
     from modelopt_spec.conversion import convert
     from modelopt_spec.decoding.evaluate import evaluate
     from modelopt_spec.decoding.generate import generate
-    from modelopt_spec.drafter.heads import CorrectionHead, register_head
+    from modelopt_spec.drafter.heads import CorrectionHead, HeadContext, register_head
     from modelopt_spec.scheduling.api import calibrate
     from modelopt_spec.training.train import train
 
 _HOMES = {
     "CorrectionHead": "modelopt_spec.drafter.heads",
+    "HeadContext": "modelopt_spec.drafter.heads",
     "calibrate": "modelopt_spec.scheduling.api",
     "convert": "modelopt_spec.conversion",
     "evaluate": "modelopt_spec.decoding.evaluate",
     "export": "modelopt_spec.checkpoints.export",
     "generate": "modelopt_spec.decoding.generate",
     "load_drafter": "modelopt_spec.checkpoints.importing",
+    "open_checkpoint": "modelopt_spec.checkpoints.opening",
     "register_head": "modelopt_spec.drafter.heads",
     "restore": "modelopt_spec.checkpoints.store",
     "save": "modelopt_spec.checkpoints.store",
@@ -48,6 +51,7 @@ _HOMES = {
 
 __all__ = [
     "CorrectionHead",
+    "HeadContext",
     "__version__",
     "calibrate",
     "convert",
@@ -55,6 +59,7 @@ __all__ = [
     "export",
     "generate",
     "load_drafter",
+    "open_checkpoint",
     "register_head",
     "restore",
     "save",

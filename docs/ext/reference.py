@@ -119,6 +119,8 @@ def settings_page() -> str:
             ]
         elif model is not None:
             lines += [f"## `{name}`", "", _first_paragraph(model), "", *_fields(model, name)]
+            if name == "loss":
+                lines += _loss_defaults()
             if name == "training":
                 lines += ["Every field of `transformers.TrainingArguments` may stand here too.", ""]
     lines += ["## `mtsp data regenerate --set`", "", _first_paragraph(RegenerateConfig), ""]
@@ -133,6 +135,17 @@ def _mode_defaults(modes: dict[str, Any]) -> list[str]:
         made = mode()
         rows.append([f"`{name}`", f"`{made.head.type}`", "on" if made.confidence.enabled else "off"])
     return ["What `mode` changes:", "", *_table(["mode", "head.type", "confidence head"], rows), ""]
+
+
+def _loss_defaults() -> list[str]:
+    """The weights that a mode takes where the section leaves them open."""
+    from modelopt_spec.training.recipe import LOSS_DEFAULTS
+
+    rows = [
+        [f"`{mode}`", ", ".join(f"`{term}: {value}`" for term, value in terms.items())]
+        for mode, terms in LOSS_DEFAULTS.items()
+    ]
+    return ["Weights that the section leaves open follow `drafter.mode`:", "", *_table(["mode", "weights"], rows), ""]
 
 
 def _fields(model: type[BaseModel], path: str, skip: Sequence[str] = ()) -> list[str]:

@@ -267,7 +267,7 @@ def test_bad_prompts_and_settings_are_named():
     add_drafter(model)
     with pytest.raises(DataError, match="input_ids is a list: it must be a tensor"):
         generate(model, [[5, 6, 7]], max_new_tokens=4)
-    with pytest.raises(DataError, match="torch.float32: token ids are integers"):
+    with pytest.raises(DataError, match=r"torch\.float32: token ids are integers"):
         generate(model, ids.float(), max_new_tokens=4)
     with pytest.raises(ConfigError, match="max_new_tokens is not set"):
         generate(model, ids)
