@@ -197,7 +197,7 @@ def scaled_export(out, kind):
 
 def test_every_fact_in_the_list_is_covered():
     """The others have tests of their own: below, in test_quantise and in test_gemma4."""
-    others = {"window rule", "d2t", "weights", "own modules", "block", "quantisation", "layer style"}
+    others = {"window rule", "d2t", "weights", "own modules", "mask row", "block", "quantisation", "layer style"}
     assert {fact for fact, *_ in MUTATIONS} | others == set(FACTS)
 
 
@@ -240,7 +240,7 @@ def test_window_rule_of_training_is_not_the_engines(tmp_path, exports):
 def test_mask_embedding_file(tmp_path, exports):
     directory = changed(exports("dflash_bonus"), tmp_path / "changed", lambda c: None)
     (directory / "mask_embedding.pt").write_bytes(b"x")
-    assert check(directory, target_of()).disagreements == ("mask token",)
+    assert check(directory, target_of()).disagreements == ("mask row",)
 
 
 def test_block_is_the_backstop(exports, monkeypatch):

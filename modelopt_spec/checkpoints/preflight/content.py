@@ -96,7 +96,7 @@ def mask_fact(config: DrafterConfig, directory: Directory, target: nn.Module | N
     """Whether the mask id has an embedding row of its own that text never uses."""
     mask = config.mask_token_id
     if mask is None:
-        return [Fact("mask token", "", None, None, None, "differs", "no mask token id")]
+        return [Fact("mask row", "", None, None, None, "differs", "no mask token id")]
     problems = []
     if MASK_EMBEDDING in directory.files:
         problems.append(
@@ -109,7 +109,7 @@ def mask_fact(config: DrafterConfig, directory: Directory, target: nn.Module | N
         problems += _against_tokenizer(mask, tokenizer)
     if not problems and shape is None and tokenizer is None:
         return []
-    return [Fact("mask token", "", mask, None, None, "differs" if problems else "same", "; ".join(problems))]
+    return [Fact("mask row", "", mask, None, None, "differs" if problems else "same", "; ".join(problems))]
 
 
 def _against_shape(mask: int, shape: TargetShape) -> list[str]:

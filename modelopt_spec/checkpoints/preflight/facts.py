@@ -46,6 +46,7 @@ FACTS: dict[str, str] = {
     "dtype": "type of the stored weights",
     "quantisation": "format of the quantised weights and the modules that are not",
     "weights": "the weights themselves",
+    "mask row": "embedding of the mask token: in range, nobody else's, and no text holds it",
     "own modules": "embedding and output projection, where the file carries them",
     "block": "one block, computed from the files alone and by training's own pass",
 }
