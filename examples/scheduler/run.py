@@ -40,7 +40,7 @@ from modelopt_spec.scheduling.sweep import compare_measured, policy_from_name, s
 
 HERE = Path(__file__).parent
 HELD_OUT = HERE.parent / "demo" / "data" / "heldout.jsonl"
-LOADS = {1: 2, 2: 4, 4: 4, 8: 8, 16: 16}
+LOADS = {1: 8, 2: 8, 4: 8, 8: 16, 16: 16}
 """Concurrent requests, and the prompts that they are measured on."""
 POLICIES = ("none", "fixed", "threshold:0.3", "scheduler")
 CONTEXTS = (64, 256)
@@ -63,8 +63,17 @@ class Run:
 
     @cached_property
     def model(self) -> tuple[Any, Any]:
-        """Target with drafter, and tokenizer."""
-        return open_checkpoint(self.options.checkpoint, self.options.target, dtype="bfloat16", device="cpu")
+        """Target with drafter, and tokenizer, as calibration records its rounds."""
+        return self.open("bfloat16")
+
+    @cached_property
+    def served(self) -> tuple[Any, Any]:
+        """The same for steps and throughput: in float32 a prompt has the same rounds in a batch of any size."""
+        return self.open("float32")
+
+    def open(self, dtype: str) -> tuple[Any, Any]:
+        """Target with drafter, and tokenizer, in a type."""
+        return open_checkpoint(self.options.checkpoint, self.options.target, dtype=dtype, device="cpu")
 
     def pause(self) -> None:
         """Stop here if the time is over; the next call goes on."""
@@ -108,13 +117,15 @@ class Run:
             prompts = self.work / f"prompts_{path.stem}.jsonl"
             lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[first : first + CHUNK]
             prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            self.record(prompts, path, SETTINGS[name][0], 128, first)
+            self.record(self.model, prompts, path, SETTINGS[name][0], 128, first)
         return read_rounds(path)
 
-    def record(self, prompts: Path, path: Path, temperature: float, new_tokens: int, seed: int = 0) -> None:
+    def record(
+        self, pair: tuple[Any, Any], prompts: Path, path: Path, temperature: float, new_tokens: int, seed: int = 0
+    ) -> None:
         """Full-block rounds of an evaluation."""
         evaluate(
-            *self.model,
+            *pair,
             [prompts],
             temperatures=(temperature,),
             max_new_tokens=new_tokens,
@@ -133,7 +144,7 @@ class Run:
             prompts = self.work / "prompts_serving.jsonl"
             lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[: max(LOADS.values())]
             prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            self.record(prompts, serving, 0.0, NEW_TOKENS + 8)
+            self.record(self.served, prompts, serving, 0.0, NEW_TOKENS + 8)
             self.pause()
         for repeat in range(self.options.repeats):
             if not self.slice_path(repeat).is_file():
@@ -153,7 +164,7 @@ class Run:
 
     def measure_slice(self, index: int) -> None:
         """Three visits of every cell of the cost table."""
-        steps = ModelSteps(self.model[0], seed=index)
+        steps = ModelSteps(self.served[0], seed=index)
         with steps.running():
             measured = measure_cost(
                 steps.step,
@@ -182,7 +193,7 @@ class Run:
 
     def throughput(self, load: int) -> dict[str, Any]:
         """All policies once at one load; the scheduler decides by the first slice's table."""
-        model, tokenizer = self.model
+        model, tokenizer = self.served
         renderer = ChatRenderer(tokenizer)
         dialogues = numbered(read_prompt_files([HELD_OUT], max(LOADS.values())))
         prompts = [dialogue.prompt(renderer, 0, []) for _, dialogue in dialogues]
