@@ -5,15 +5,17 @@ Every field that may stay ``None`` is filled by :func:`resolve` from the target'
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
-from modelopt.torch.opt.config import ModeloptBaseConfig
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from modelopt_spec.conventions import BlockLayout
 from modelopt_spec.errors import ConfigError, nearest
+from modelopt_spec.layout import BlockLayout
+from modelopt_spec.setting_errors import Problem, SettingError, problems_of
 
 __all__ = [
+    "MODES",
     "Algorithm",
     "BackboneConfig",
     "ConfidenceConfig",
@@ -32,27 +34,34 @@ __all__ = [
 Algorithm = Literal["dflash", "dspark", "domino"]
 
 
-def _readable(name: str, error: ValidationError) -> str:
-    """One line for each mistake: where it is, what is wrong, what was given."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        given = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
-        lines.append(f"{where}: {message}{given}" if where else f"{message}{given}")
-    return lines[0] if len(lines) == 1 and not lines[0][0].islower() else f"{name}: " + "; ".join(lines)
+class SpecConfig(BaseModel, Mapping[str, Any]):  # type: ignore[misc]
+    """Frozen base of all configs; an unknown key is an error that suggests the nearest known one.
 
-
-class SpecConfig(ModeloptBaseConfig):
-    """Frozen base of all configs; an unknown key is an error that suggests the nearest known one."""
+    A mapping, as ModelOpt's own configs are; conversion.py registers it as one of them. It is not derived from them, so
+    that recipes are checked without importing torch.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_assignment=False, validate_default=True)
+    noun: ClassVar[str] = ""
+    """What messages call these settings where they are not part of others; default: the class's name."""
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_readable(type(self).__name__, error)) from None
+            raise SettingError(type(self).noun or type(self).__name__, problems_of(error)) from None
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in type(self).model_fields and key not in (self.model_extra or {}):
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        yield from type(self).model_fields
+        yield from self.model_extra or {}
+
+    def __len__(self) -> int:
+        return len(type(self).model_fields) + len(self.model_extra or {})
 
     @model_validator(mode="before")
     @classmethod
@@ -60,15 +69,16 @@ class SpecConfig(ModeloptBaseConfig):
         if isinstance(data, dict):
             for key in data:
                 if key not in cls.model_fields:
-                    raise ConfigError(
-                        f"{cls.__name__} has no field {key!r} (value {data[key]!r})."
-                        f"{nearest(str(key), cls.model_fields)} Known fields: {', '.join(cls.model_fields)}"
+                    text = (
+                        f"has no field {key!r} (value {data[key]!r}).{nearest(str(key), cls.model_fields)} "
+                        f"Known fields: {', '.join(cls.model_fields)}"
                     )
+                    raise SettingError(cls.noun or cls.__name__, [Problem((), text)])
         return data
 
     def model_dump(self, **kwargs: Any) -> dict[str, Any]:
         """Plain JSON types by default: what ModelOpt's state and our checkpoints hold."""
-        return super().model_dump(**{"mode": "json", **kwargs})
+        return super().model_dump(**{"mode": "json", "warnings": False, **kwargs})
 
     def replace(self, **changes: Any) -> Any:
         """A validated copy with some fields changed."""
@@ -294,11 +304,15 @@ class DrafterConfig(SpecConfig):
 class DFlashConfig(DrafterConfig):
     """Mode ``dflash``: the backbone alone."""
 
+    noun: ClassVar[str] = "mode dflash"
+
     algorithm: Algorithm = "dflash"
 
 
 class DSparkConfig(DrafterConfig):
     """Mode ``dspark``: a Markov head (vanilla, gated or rnn) and a confidence head."""
+
+    noun: ClassVar[str] = "mode dspark"
 
     algorithm: Algorithm = "dspark"
     head: HeadConfig = Field(default_factory=lambda: HeadConfig(type="vanilla"))
@@ -313,6 +327,8 @@ class DSparkConfig(DrafterConfig):
 class DominoConfig(DrafterConfig):
     """Mode ``domino``: the GRU head."""
 
+    noun: ClassVar[str] = "mode domino"
+
     algorithm: Algorithm = "domino"
     head: HeadConfig = Field(default_factory=lambda: HeadConfig(type="gru"))
 
@@ -320,6 +336,10 @@ class DominoConfig(DrafterConfig):
     @classmethod
     def _head_defaults(cls, data: Any) -> Any:
         return _with_nested_defaults(data, head={"type": "gru"})
+
+
+MODES: dict[str, type[DrafterConfig]] = {"dflash": DFlashConfig, "dspark": DSparkConfig, "domino": DominoConfig}
+"""Public mode names and their config classes."""
 
 
 def _with_nested_defaults(data: Any, **defaults: dict[str, Any]) -> Any:

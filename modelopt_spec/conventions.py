@@ -13,12 +13,12 @@ A block starts at its *anchor*, the last committed token, at position ``a``. Its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.layout import BlockLayout
 
 __all__ = [
     "EMBEDDING_TAP",
@@ -40,13 +40,6 @@ __all__ = [
 
 EMBEDDING_TAP = -1
 """The tap id of the embedding output."""
-
-
-class BlockLayout(StrEnum):
-    """How the K slots of a block map to the tokens that they predict."""
-
-    ANCHOR_FIRST = "anchor_first"
-    BONUS_ANCHOR = "bonus_anchor"
 
 
 # ---- slots and tokens ------------------------------------------------------------------------------------------------

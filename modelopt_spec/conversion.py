@@ -15,7 +15,7 @@ from modelopt.torch.opt.conversion import ModeloptStateManager, apply_mode
 from modelopt.torch.opt.mode import ModeDescriptor, _ModeRegistryCls
 from torch import nn
 
-from modelopt_spec.config import DFlashConfig, DominoConfig, DrafterConfig, DSparkConfig
+from modelopt_spec.config import MODES, DrafterConfig, SpecConfig
 from modelopt_spec.drafter.drafter import Drafter, build_drafter
 from modelopt_spec.errors import ConfigError, nearest
 from modelopt_spec.resolve import resolve, show
@@ -25,8 +25,7 @@ __all__ = ["MODES", "attach", "convert"]
 
 SpecModeRegistry = _ModeRegistryCls("modelopt_spec")
 
-MODES: dict[str, type[DrafterConfig]] = {"dflash": DFlashConfig, "dspark": DSparkConfig, "domino": DominoConfig}
-"""Public mode names and their config classes."""
+ModeloptBaseConfig.register(SpecConfig)
 
 _PREFIX = "mtsp_"
 

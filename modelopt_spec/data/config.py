@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -25,6 +26,15 @@ class SourceConfig(SpecConfig):
         default_factory=dict,
         description="column names to read as others, e.g. {messages: dialog}; keys are the names this room knows",
     )
+
+
+def _sources(value: Any) -> Any:
+    """One path, one section or several of either, as sections; anything else is left for the field's own check."""
+    if isinstance(value, str | Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple({"path": item} if isinstance(item, str) else item for item in value)
 
 
 class DataConfig(SpecConfig):
@@ -78,10 +88,8 @@ class DataConfig(SpecConfig):
         if isinstance(data, dict):
             data = dict(data)
             for key in ("train", "validation"):
-                if key in data and data[key] is not None:
-                    value = data[key]
-                    items = [value] if isinstance(value, str | dict | SourceConfig) else value
-                    data[key] = tuple({"path": item} if isinstance(item, str) else item for item in items)
+                if data.get(key) is not None:
+                    data[key] = _sources(data[key])
             if isinstance(data.get("exclude_prompts"), str):
                 data["exclude_prompts"] = (data["exclude_prompts"],)
         return data
@@ -184,9 +192,7 @@ class RegenerateConfig(SpecConfig):
         if isinstance(data, dict):
             data = dict(data)
             if data.get("prompts") is not None:
-                value = data["prompts"]
-                items = [value] if isinstance(value, str | dict | SourceConfig) else value
-                data["prompts"] = tuple({"path": item} if isinstance(item, str) else item for item in items)
+                data["prompts"] = _sources(data["prompts"])
             if isinstance(data.get("exclude_prompts"), str):
                 data["exclude_prompts"] = (data["exclude_prompts"],)
         return data

@@ -1,7 +1,8 @@
 """Recipes: one YAML file that says which target, data, drafter, loss, training and export belong together.
 
 Loaded as ModelOpt loads its own (``$import`` included), completed by ``key.path=value`` overrides with real types, and
-validated: an unknown key is an error that suggests the nearest one.
+validated: an unknown key is an error that suggests the nearest one. Neither torch nor ModelOpt is imported for it (but
+for a recipe with ``$import``), so that a mistake is told at once.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 import math
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from modelopt.torch.opt.config_loader import load_config
+import yaml
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field, model_validator
-from transformers import TrainingArguments
 from yaml import YAMLError
 
-from modelopt_spec.config import LossConfig, SpecConfig
-from modelopt_spec.conversion import MODES
+from modelopt_spec.config import MODES, LossConfig, SpecConfig
 from modelopt_spec.data.config import CacheConfig, DataConfig
 from modelopt_spec.errors import ConfigError, nearest
+from modelopt_spec.setting_errors import Problem, SettingError
+from modelopt_spec.training.trainer_fields import check_values, trainer_fields
 
 __all__ = [
     "ExportSection",
@@ -83,12 +84,9 @@ class RemoteSection(SpecConfig):
 def _check_numbers(section: dict[str, Any]) -> None:
     """Refuse numbers that the trainer would only trip over after the target is loaded."""
     for key in ("learning_rate", "weight_decay", "max_grad_norm"):
-        if section.get(key) is None:
+        value = section.get(key)
+        if value is None:
             continue
-        try:
-            value = float(section[key])
-        except (TypeError, ValueError):
-            value = math.nan
         if not (math.isfinite(value) and value >= 0) or (key == "learning_rate" and value == 0):
             wanted = "a positive number" if key == "learning_rate" else "0 or a positive number"
             raise ConfigError(f"training.{key} is {section[key]!r}: it must be {wanted}")
@@ -100,6 +98,7 @@ class TrainingSection(SpecConfig):
     """Ours, plus every field of transformers' TrainingArguments."""
 
     model_config = ConfigDict(extra="allow")
+    noun: ClassVar[str] = "training"
 
     num_anchors: int = Field(default=64, ge=1, description="blocks cut from each row")
     features: Literal["online", "memory", "cached", "remote"] = Field(
@@ -118,16 +117,18 @@ class TrainingSection(SpecConfig):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
-        known = {*cls.model_fields, *TrainingArguments.__dataclass_fields__}
+        known = {*cls.model_fields, *trainer_fields()}
         for key in data if isinstance(data, dict) else ():
             if key not in known:
-                raise ConfigError(
-                    f"training has no field {key!r} (value {data[key]!r}).{nearest(key, known)} Fields are those of "
+                text = (
+                    f"has no field {key!r} (value {data[key]!r}).{nearest(str(key), known)} Fields are those of "
                     f"transformers.TrainingArguments and {', '.join(cls.model_fields)}"
                 )
+                raise SettingError(cls.noun, [Problem((), text)])
         if isinstance(data, dict):
             # YAML reads an unquoted `no` as false, which none of the strategies knows.
             data = {key: "no" if value is False and key in STRATEGIES else value for key, value in data.items()}
+            data = check_values(data)
             _check_numbers(data)
         return data
 
@@ -162,6 +163,8 @@ class MegatronSection(SpecConfig):
 class Recipe(SpecConfig):
     """A whole run."""
 
+    noun: ClassVar[str] = "the recipe"
+
     metadata: Metadata = Field(default_factory=Metadata)
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -177,11 +180,16 @@ class Recipe(SpecConfig):
         if not isinstance(data, dict):
             return data
         drafter = data.get("drafter") or {}
-        mode = drafter.get("mode", "dspark") if isinstance(drafter, dict) else "dspark"
+        if not isinstance(drafter, dict):
+            raise ConfigError(f"drafter is {drafter!r}: it must be a mapping of settings")
+        mode = drafter.get("mode", "dspark")
         if mode not in MODES:
             raise ConfigError(f"drafter.mode is {mode!r}.{nearest(str(mode), MODES)} Known modes: {', '.join(MODES)}")
         config = {key: value for key, value in drafter.items() if key not in RUN_KEYS}
-        MODES[mode](**config)
+        try:
+            MODES[mode](**config)
+        except SettingError as error:
+            raise error.under(cls.noun, "drafter") from None
         loss = data.get("loss")
         if loss is None or isinstance(loss, dict):
             data = {**data, "loss": {**LOSS_DEFAULTS[mode], **(loss or {})}}
@@ -241,6 +249,16 @@ def _one_line(error: YAMLError) -> str:
     return f"{getattr(error, 'problem', None) or error}{where}"
 
 
+def _read(path: Path) -> Any:
+    """What a YAML file holds; files that use what ModelOpt adds to YAML (imports, schemas) go through its loader."""
+    text = path.read_text(encoding="utf-8")
+    if any(mark in text for mark in ("$import", "modelopt-schema:", "\n---")):
+        from modelopt.torch.opt.config_loader import load_config
+
+        return load_config(path)
+    return yaml.safe_load(text)
+
+
 def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Load a recipe by built-in name or file path and apply ``key.path=value`` overrides.
 
@@ -259,7 +277,7 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
     if chosen.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"recipe {chosen} is not a YAML file: its name must end in .yaml or .yml")
     try:
-        data = load_config(chosen)
+        data = _read(chosen)
     except YAMLError as error:
         raise ConfigError(f"recipe {chosen} is not valid YAML: {_one_line(error)}") from None
     if not isinstance(data, dict):

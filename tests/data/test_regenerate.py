@@ -15,7 +15,7 @@ import pytest
 from modelopt_spec.data.answering import LocalModel
 from modelopt_spec.data.config import RegenerateConfig, SamplingConfig
 from modelopt_spec.data.ledger import Ledger
-from modelopt_spec.data.regenerate import regenerate
+from modelopt_spec.data.regeneration import regenerate
 from modelopt_spec.errors import DataError
 from tests.data import tiny
 from tests.data.fake_server import FakeServer, answer_to
