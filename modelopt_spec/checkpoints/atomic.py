@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from modelopt_spec.disk import sync_path
 from modelopt_spec.errors import CheckpointError
 
 __all__ = ["atomic_directory", "check_free"]
@@ -68,7 +69,7 @@ def atomic_directory(path: str | os.PathLike[str], overwrite: bool = False) -> I
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    _sync(final.parent)
+    sync_path(final.parent)
 
 
 def _put(work: Path, final: Path) -> None:
@@ -117,16 +118,5 @@ def _sync_tree(root: Path) -> None:
     """Flush every file and directory below ``root`` to disk."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+            sync_path(Path(folder, name))
+        sync_path(Path(folder))

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from modelopt_spec.checkpoints.files import digest
 from modelopt_spec.checkpoints.safe_read import read_json
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets.base import open_target
 from modelopt_spec.versions import versions
@@ -82,7 +82,7 @@ def provenance_of(checkpoint: Path) -> dict[str, Any]:
         if report.is_file():
             content = read_json(report)
             found["training_report"] = {
-                "sha256": digest(report),
+                "sha256": sha256_of(report),
                 "steps": content.get("steps"),
                 "seed": content.get("seed"),
             }

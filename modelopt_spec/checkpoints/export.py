@@ -20,7 +20,7 @@ from modelopt_spec.checkpoints.compare import Comparison, StandIn, compare_block
 from modelopt_spec.checkpoints.engines import ExportPlan, get_engine, plan_export
 from modelopt_spec.checkpoints.engines.base import drafts_of
 from modelopt_spec.checkpoints.engines.llama_cpp_gguf import write_gguf
-from modelopt_spec.checkpoints.files import digest, parse_dtype, write_json, write_tensors
+from modelopt_spec.checkpoints.files import parse_dtype, write_json, write_tensors
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.layouts import Draft, expected_shapes
 from modelopt_spec.checkpoints.layouts.base import NO_TARGET, kept_in_float32
@@ -30,6 +30,7 @@ from modelopt_spec.checkpoints.quantise import float_weights, is_quantised, pack
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.checkpoints.zero_head import needs_zero_head, with_zero_head
 from modelopt_spec.config import DrafterConfig
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.scheduling.scheduler_file import SCHEDULER_FILE
@@ -204,7 +205,7 @@ def export(
                 "layers": list(draft.packed.layers),
                 **(quantization_report or {}),
             }
-        card["files"] = {name: digest(directory / name) for name in files}
+        card["files"] = {name: sha256_of(directory / name) for name in files}
         card["proof"] = {"contexts": [c.context for c in comparisons], "worst": max(c.worst for c in comparisons)}
         write_json(directory / CARD, card)
         _preflight(directory, model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else None)

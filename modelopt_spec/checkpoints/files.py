@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from modelopt_spec.checkpoints.safe_read import INDEX_FILE, WEIGHTS_FILE
 from modelopt_spec.errors import ConfigError
 
-__all__ = ["digest", "parse_dtype", "write_json", "write_tensors"]
+__all__ = ["parse_dtype", "write_json", "write_tensors"]
 
 MAX_SHARD_BYTES = 5 << 30
 _DTYPES = {
@@ -71,12 +70,3 @@ def write_tensors(
     weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [*names, INDEX_FILE]
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file."""
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            state.update(chunk)
-    return state.hexdigest()

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import DataError
 
 __all__ = [
@@ -241,8 +242,6 @@ def finished_record(directory: Path, shard: ShardPlan, verify: bool = False) -> 
             return None
     except (OSError, ValueError, TypeError):
         return None
-    if verify:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                return None
+    if verify and sha256_of(path) != record.sha256:
+        return None
     return record

@@ -24,6 +24,7 @@ from modelopt_spec.data.config import DataConfig, SourceConfig
 from modelopt_spec.data.report import DataReport
 from modelopt_spec.data.sources import source_bytes, source_files
 from modelopt_spec.data.store import SampleStore, ShardInfo, load_shards
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import DataError
 from modelopt_spec.progress import progress
 
@@ -243,10 +244,8 @@ def _check_shard(file: Path, shard: ShardInfo, verify: bool) -> None:
         raise DataError(
             f"data shard {str(file)!r} is missing or cut short ({shard.bytes} bytes expected): prepare again"
         )
-    if verify:
-        with open(file, "rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
-                raise DataError(f"data shard {str(file)!r} is damaged (sha256 differs): prepare again")
+    if verify and sha256_of(file) != shard.sha256:
+        raise DataError(f"data shard {str(file)!r} is damaged (sha256 differs): prepare again")
 
 
 def _token_data(splits: dict[str, Split], identity: dict[str, str]) -> TokenData:

@@ -12,6 +12,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from modelopt_spec.disk import sha256_of
+
 __all__ = ["Sample", "SampleStore", "ShardInfo", "load_shards"]
 
 SHARD_TOKENS = 32_000_000
@@ -130,9 +132,7 @@ class SampleStore:
         if self._writer is not None and self.directory is not None:
             self._writer.close()
             path = self.directory / f"{len(self.shards):05d}.arrow"
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self.shards.append(ShardInfo(path.name, self._shard_rows, path.stat().st_size, digest))
+            self.shards.append(ShardInfo(path.name, self._shard_rows, path.stat().st_size, sha256_of(path)))
         self._writer, self._shard_tokens, self._shard_rows = None, 0, 0
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conventions import num_draft_tokens
+from modelopt_spec.drafter.attention_plan import BlockAttentionPlan, plan_blocks
 from modelopt_spec.drafter.confidence import ConfidenceHead
 from modelopt_spec.drafter.heads import CorrectionHead, HeadContext, build_head
 from modelopt_spec.errors import ConfigError
@@ -137,6 +138,20 @@ class Drafter(nn.Module, ABC):
 
         ``position_ids`` [B, S] are the rotary positions of the context; None counts from 0.
         """
+
+    def plan_attention(self, blocks: BlockBatch, length: int) -> BlockAttentionPlan:
+        """Who sees whom among these blocks and a context of ``length`` positions."""
+        backbone = self.config.backbone
+        return plan_blocks(
+            blocks.anchors,
+            blocks.keep,
+            blocks.context_start,
+            block_size=blocks.input_ids.shape[-1],
+            seq_len=length,
+            causal=backbone.causal,
+            window=backbone.sliding_window,
+            window_rule=backbone.window_rule,
+        )
 
     def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
         """One layer of the training pass, its activations kept or not."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_spec.config import DrafterConfig
-from modelopt_spec.drafter.attention import plan_blocks, plan_decode
+from modelopt_spec.drafter.attention import plan_decode
 from modelopt_spec.drafter.cache import ContextCache
 from modelopt_spec.drafter.dense import START_SCALE
 from modelopt_spec.drafter.drafter import Drafter
@@ -72,17 +72,8 @@ class MoEMHCDrafter(RoutedTraining, Drafter):
 
     def encode(self, context: Tensor, blocks: BlockBatch, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """[B, S, D] context and teacher-forced blocks -> hidden and confidence hidden, [B, N, K, D]."""
-        backbone, length = self.config.backbone, context.shape[1]
-        plan = plan_blocks(
-            blocks.anchors,
-            blocks.keep,
-            blocks.context_start,
-            block_size=blocks.input_ids.shape[-1],
-            seq_len=length,
-            causal=backbone.causal,
-            window=backbone.sliding_window,
-            window_rule=backbone.window_rule,
-        )
+        length = context.shape[1]
+        plan = self.plan_attention(blocks, length)
         if position_ids is None:
             position_ids = torch.arange(length, device=context.device).expand(context.shape[0], -1)
         slot_angles = self.rotary(blocks.position_ids, context.dtype)

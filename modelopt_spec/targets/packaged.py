@@ -7,7 +7,6 @@ another model than the one that was packaged. Load it with ``dtype=torch.bfloat1
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -20,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import CheckpointError, SpecError, nearest
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["PACKAGED_TARGETS", "PackagedTarget", "cache_root", "find_gguf", "resolve_target"]
+__all__ = ["PACKAGED_TARGETS", "PackagedTarget", "cache_root", "check_name", "find_gguf", "resolve_target"]
 
 SCHEME = "pip://"
 RECORD_FILE = "packaged_target.json"
@@ -75,6 +75,22 @@ def cache_root() -> Path:
     return base / "modelopt-spec"
 
 
+def check_name(name: str) -> None:
+    """Refuse a name that cannot be a target; nothing is read, and hub names are left to the hub.
+
+    Raises:
+        SpecError: an unknown packaged target. CheckpointError: a path at which there is no directory.
+    """
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise CheckpointError(f"target {name!r}: there is no such directory")
+    key = name.removeprefix(SCHEME)
+    if name.startswith(SCHEME) and key not in PACKAGED_TARGETS:
+        raise SpecError(
+            f"target {name!r}: there is no such packaged target (known: "
+            f"{', '.join(SCHEME + known for known in PACKAGED_TARGETS)}).{nearest(key, PACKAGED_TARGETS)}"
+        )
+
+
 def resolve_target(name: str, *, on_convert: Callable[[str], None] | None = None) -> Path | str:
     """Turn ``pip://PACKAGE`` into a Hugging Face directory; any other name comes back unchanged.
 
@@ -86,14 +102,10 @@ def resolve_target(name: str, *, on_convert: Callable[[str], None] | None = None
         SpecError: an unknown packaged target, or a package (or the ``gguf`` reader) that is not installed.
         CheckpointError: a packaged file that is missing or not the one that was pinned.
     """
+    check_name(name)
     if not name.startswith(SCHEME):
         return name
     key = name.removeprefix(SCHEME)
-    if key not in PACKAGED_TARGETS:
-        raise SpecError(
-            f"target {name!r}: there is no such packaged target (known: "
-            f"{', '.join(SCHEME + known for known in PACKAGED_TARGETS)}).{nearest(key, PACKAGED_TARGETS)}"
-        )
     target = PACKAGED_TARGETS[key]
     directory = cache_root() / "targets" / f"{key}-{target.sha256[:12]}-v{CONVERSION_VERSION}"
     if _is_complete(directory):
@@ -172,8 +184,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _verify_checksum(target: PackagedTarget, source: Path) -> None:
-    with source.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256_of(source)
     if found != target.sha256:
         raise CheckpointError(
             f"{source} has SHA-256 {found}, expected {target.sha256}: "

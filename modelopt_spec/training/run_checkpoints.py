@@ -6,8 +6,6 @@ over on resume.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import re
@@ -15,11 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from modelopt_spec.disk import sha256_of, sync_path
 from modelopt_spec.errors import CheckpointError
 
 __all__ = [
+    "DRAFTER",
+    "REPORT",
     "RUN",
     "SEAL",
+    "check_free",
     "check_position",
     "check_writable",
     "checkpoint_dir",
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 SEAL, RUN = "sealed.json", "run.json"
+REPORT, DRAFTER = "report.json", "drafter"
+"""What a finished run adds to its directory."""
 RESUMABLE = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STAGING = ".saving"
@@ -64,6 +68,50 @@ def check_writable(run_dir: Path) -> None:
         ) from None
 
 
+def check_free(run_dir: Path, *, resume: bool = False, export: str | Path | None = None) -> None:
+    """Refuse a directory that a run must not write to; nothing is created or written.
+
+    Args:
+        run_dir: of the run.
+        resume: the run goes on from what is there.
+        export: where the run will export to.
+
+    Raises:
+        CheckpointError: a file is in the way, nothing can be written there, another run is there, or something at the
+            places of the result (``drafter``, the export) that is no drafter and would be replaced.
+    """
+    standing = next(part for part in (run_dir.absolute(), *run_dir.absolute().parents) if part.exists())
+    if not standing.is_dir():
+        raise CheckpointError(
+            f"training.output_dir {str(run_dir)!r} cannot be written to ({standing} is a file): choose another one"
+        )
+    if not os.access(standing, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"training.output_dir {str(run_dir)!r} cannot be written to ({standing} is read-only): choose another one"
+        )
+    if not resume and (run_dir / REPORT).exists():
+        raise CheckpointError(
+            f"{run_dir} holds a finished run: pass resume (--resume), or set another training.output_dir"
+        )
+    if not resume and any(run_dir.glob("checkpoint-*")):
+        raise CheckpointError(
+            f"{run_dir} holds checkpoints of an earlier run: pass resume (--resume) to go on from the newest, "
+            "set another training.output_dir, or remove them"
+        )
+    _refuse_foreign(run_dir / DRAFTER, "drafter.json", "training.output_dir")
+    if export is not None:
+        _refuse_foreign(Path(export), "config.json", "export.output_dir")
+
+
+def _refuse_foreign(place: Path, mark: str, setting: str) -> None:
+    """Refuse to replace a directory that no run or export has made."""
+    if place.is_file() or (place.is_dir() and any(place.iterdir()) and not (place / mark).is_file()):
+        raise CheckpointError(
+            f"{place} holds something else, which the run's result would replace (there is no {mark}): choose another "
+            f"{setting}, or move it away"
+        )
+
+
 def staging_dir(run_dir: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
     return run_dir / _STAGING
@@ -82,7 +130,7 @@ def publish(run_dir: Path, step: int) -> Path:
     if final.exists():
         shutil.rmtree(final)
     os.rename(staged, final)
-    _sync(run_dir)
+    sync_path(run_dir)
     clear_staging(run_dir)
     return final
 
@@ -92,13 +140,13 @@ def seal(directory: Path) -> None:
     files = {}
     for file in sorted(directory.rglob("*")):
         if file.is_file() and file.name != SEAL:
-            files[str(file.relative_to(directory))] = _digest(file)
-            _sync(file)
+            files[str(file.relative_to(directory))] = sha256_of(file)
+            sync_path(file)
     temporary = directory / f".{SEAL}.{os.getpid()}"
     temporary.write_text(json.dumps(files, indent=1))
-    _sync(temporary)
+    sync_path(temporary)
     temporary.replace(directory / SEAL)
-    _sync(directory)
+    sync_path(directory)
 
 
 def prune(run_dir: Path, keep: int | None, protect: str | None = None) -> None:
@@ -128,7 +176,7 @@ def is_intact(directory: Path) -> bool:
         files = json.loads((directory / SEAL).read_text())
     except (OSError, json.JSONDecodeError):
         return False
-    return all((directory / name).is_file() and _digest(directory / name) == digest for name, digest in files.items())
+    return all((directory / name).is_file() and sha256_of(directory / name) == sealed for name, sealed in files.items())
 
 
 def newest_intact(run_dir: Path) -> Path | None:
@@ -193,19 +241,3 @@ def _all(run_dir: Path) -> list[Path]:
     """Checkpoints of a run, newest first."""
     found = [(int(m.group(1)), p) for p in run_dir.glob("checkpoint-*") if (m := _NAME.search(p.name)) and p.is_dir()]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

@@ -6,10 +6,10 @@ import torch
 from modelopt_spec.checkpoints import export as export_module
 from modelopt_spec.checkpoints.compare import StandIn, compare_block, draft_block, rebuild
 from modelopt_spec.checkpoints.export import export
-from modelopt_spec.checkpoints.files import digest
 from modelopt_spec.checkpoints.importing import load_drafter, read_draft
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.store import save
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.drafts import CASES, converted, draft_of
 from tests.checkpoints.test_gguf import tokenizer_file
@@ -160,7 +160,7 @@ def test_the_gguf_file_is_written_along(tmp_path):
     report = export(converted(), tmp_path / "out", gguf=target, quiet=True)
     assert "draft.gguf" in report.files
     card = json.loads((tmp_path / "out" / "drafter_card.json").read_text())
-    assert card["files"]["draft.gguf"] == digest(tmp_path / "out" / "draft.gguf")
+    assert card["files"]["draft.gguf"] == sha256_of(tmp_path / "out" / "draft.gguf")
     with pytest.raises(UnsupportedError, match="rnn"):
         export(converted("rnn"), tmp_path / "rnn", gguf=target, quiet=True)
     assert not (tmp_path / "rnn").exists()

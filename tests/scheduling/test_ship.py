@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from modelopt_spec.checkpoints.export import export
-from modelopt_spec.checkpoints.files import digest
 from modelopt_spec.checkpoints.importing import load_drafter
 from modelopt_spec.checkpoints.store import save
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.scheduling import api
 from modelopt_spec.scheduling.calibration import survival
@@ -62,7 +62,7 @@ def test_an_export_carries_everything(model, scheduler, tmp_path):
     assert report.launch["tensorrt_llm"].count("{") == report.launch["tensorrt_llm"].count("}")
     card = json.loads((out / "drafter_card.json").read_text())
     for name in ("scheduler.json", "scheduler_sglang_sts.json", "scheduler_sglang_sps.json"):
-        assert card["files"][name] == digest(out / name)
+        assert card["files"][name] == sha256_of(out / name)
         assert name in report.files
     assert any("fold" in note for note in report.notes)
 

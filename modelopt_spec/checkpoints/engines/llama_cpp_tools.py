@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from modelopt_spec.disk import sha256_of
 from modelopt_spec.errors import SpecError, UnsupportedError
 from modelopt_spec.targets.packaged import cache_root
 
@@ -142,5 +143,4 @@ def _sources(model_dir: Path, tools: LlamaCppTools, target_dir: Path | None) -> 
     files += [tools.converter, *sorted((tools.converter.parent / "conversion").glob("*.py"))]
     for path in files:
         yield path.name.encode()
-        with path.open("rb") as file:
-            yield hashlib.file_digest(file, "sha256").digest()
+        yield bytes.fromhex(sha256_of(path))
