@@ -37,8 +37,8 @@ Algorithm = Literal["dflash", "dspark", "domino"]
 class SpecConfig(BaseModel, Mapping[str, Any]):  # type: ignore[misc]
     """Frozen base of all configs; an unknown key is an error that suggests the nearest known one.
 
-    A mapping, as ModelOpt's own configs are; conversion.py registers it as one of them. It is not derived from them, so
-    that recipes are checked without importing torch.
+    A mapping, as ModelOpt's own configs are; conversion.py makes them of the modes' configs. This one is not derived
+    from them, so that recipes are checked without importing torch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_assignment=False, validate_default=True)

@@ -25,8 +25,6 @@ __all__ = ["MODES", "attach", "convert"]
 
 SpecModeRegistry = _ModeRegistryCls("modelopt_spec")
 
-ModeloptBaseConfig.register(SpecConfig)
-
 _PREFIX = "mtsp_"
 
 
@@ -68,7 +66,7 @@ def _convert(
     target = open_target(model)
     if config.vocab_size is not None and hasattr(target, "set_vocab_size"):
         target.set_vocab_size(config.vocab_size)
-    resolved = resolve(config, target.shape, tokenizer)
+    resolved = resolve(MODES[config.algorithm](**config.model_dump()), target.shape, tokenizer)
     if hasattr(target, "verify"):
         target.verify()
     _initialise(attach(model, resolved, target=target), target)
@@ -95,6 +93,15 @@ def _update_for_save(model: nn.Module, config: ModeloptBaseConfig, metadata: dic
         metadata["drafter"] = drafter.config.model_dump()
 
 
+def _for_modelopt(config: type[DrafterConfig]) -> type[ModeloptBaseConfig]:
+    """A mode's config as one of ModelOpt's own: ours are not derived from them, as that would import torch."""
+    values = {"__module__": __name__, "__doc__": config.__doc__, "model_config": config.model_config}
+    return type(config.__name__, (config, ModeloptBaseConfig), values)
+
+
+_MODELOPT_CONFIGS = {name: _for_modelopt(config) for name, config in MODES.items()}
+
+
 class _SpecMode(ModeDescriptor):
     """One of our modes; the subclasses differ in name and config only."""
 
@@ -108,7 +115,7 @@ class _SpecMode(ModeDescriptor):
     @property
     def config_class(self) -> type[ModeloptBaseConfig]:
         """The mode's config."""
-        return MODES[self.mode]
+        return _MODELOPT_CONFIGS[self.mode]
 
     @property
     def convert(self) -> Callable:
@@ -141,14 +148,14 @@ def _translate(mode: Any) -> list[tuple[str, dict[str, Any]]]:
     translated = []
     for entry in entries:
         name, config = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, {})
-        if not isinstance(name, str) or not isinstance(config, Mapping | ModeloptBaseConfig | None):
+        if not isinstance(name, str) or not isinstance(config, Mapping | None):
             raise ConfigError(
                 f"mode {entry!r}: give a name such as 'dspark', or ('dspark', config) with a dict of the drafter's keys"
             )
         name = name.removeprefix(_PREFIX)
         if name not in MODES:
             raise ConfigError(f"mode {name!r} is unknown.{nearest(name, MODES)} Known modes: {', '.join(MODES)}")
-        values = config.model_dump() if isinstance(config, ModeloptBaseConfig) else dict(config or {})
+        values = config.model_dump() if isinstance(config, SpecConfig | ModeloptBaseConfig) else dict(config or {})
         MODES[name](**values)
         translated.append((_PREFIX + name, values))
     if len(translated) != 1:
