@@ -5,16 +5,21 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from modelopt_spec.data.config import SourceConfig
 from modelopt_spec.data.messages import RowError
-from modelopt_spec.errors import DataError
+from modelopt_spec.errors import DataError, nearest
 
 __all__ = ["RawRow", "read_prompts", "read_rows", "source_bytes", "source_files"]
+
+BUILTIN = "builtin://"
+"""Data that ships with the package: ``builtin://demo/train.jsonl``, whatever the working directory is."""
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".parquet")
 
@@ -32,6 +37,8 @@ class RawRow:
 
 def source_files(source: SourceConfig) -> list[Path]:
     """Files of a source in name order; empty when it names a `datasets` set (a hub name or a saved directory)."""
+    if source.path.startswith("builtin:/"):
+        return [_builtin_file(re.sub("^builtin:/+", BUILTIN, source.path))]
     path = Path(source.path).expanduser()
     if path.is_file():
         if not path.name.endswith(_SUFFIXES):
@@ -40,24 +47,35 @@ def source_files(source: SourceConfig) -> list[Path]:
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             return []
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_SUFFIXES))
-        if not files:
+        found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_SUFFIXES))
+        if not found:
             raise DataError(f"data source {source.path!r}: no {', '.join(_SUFFIXES)} file in this directory")
-        return files
+        return found
     if any(mark in source.path for mark in "*?["):
-        files = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        if not files:
+        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+        if not found:
             raise DataError(f"data source {source.path!r}: no file matches this pattern")
-        return files
+        return found
     if source.path.endswith(_SUFFIXES) or source.path.startswith((".", "/", "~")):
         raise DataError(f"data source {source.path!r}: no such file (relative paths start at {Path.cwd()})")
     return []
 
 
+def _builtin_file(name: str) -> Path:
+    """File of a ``builtin://demo/NAME`` source."""
+    root = Path(str(files("modelopt_spec") / "demo_data"))
+    known = {f"{BUILTIN}demo/{file.name}": file for file in sorted(root.glob("*.jsonl"))}
+    if name not in known:
+        raise DataError(
+            f"data source {name!r} does not ship with this package.{nearest(name, known)} It has {', '.join(known)}"
+        )
+    return known[name]
+
+
 def source_bytes(source: SourceConfig) -> int | None:
     """Size on disk of a source's files, or None where it is not made of files."""
-    files = source_files(source)
-    return sum(file.stat().st_size for file in files) if files else None
+    found = source_files(source)
+    return sum(file.stat().st_size for file in found) if found else None
 
 
 def read_rows(source: SourceConfig) -> Iterator[RawRow]:
@@ -65,8 +83,8 @@ def read_rows(source: SourceConfig) -> Iterator[RawRow]:
 
     A line that is not JSON comes as a :class:`RowError`, not as an exception.
     """
-    files = source_files(source)
-    for file in files:
+    found = source_files(source)
+    for file in found:
         if file.name.endswith(".parquet"):
             rows: Iterator[Mapping[str, Any] | RowError] = _read_parquet(file)
         elif file.name.endswith(".json"):
@@ -75,7 +93,7 @@ def read_rows(source: SourceConfig) -> Iterator[RawRow]:
             rows = _read_jsonl(file)
         for index, value in enumerate(rows):
             yield RawRow(str(file), index, _rename(value, source.columns))
-    if not files:
+    if not found:
         for index, value in enumerate(_read_datasets(source)):
             yield RawRow(source.path, index, _rename(value, source.columns))
 

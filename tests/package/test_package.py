@@ -80,6 +80,21 @@ def test_deprecation_policy_is_written_down() -> None:
     assert "DeprecationWarning" in text
 
 
+def test_recipes_with_data_of_their_own_work_from_any_directory(tmp_path: Path) -> None:
+    code = (
+        "from modelopt_spec.training.recipe import builtin_recipes, load_recipe\n"
+        "from modelopt_spec.data.sources import source_bytes\n"
+        "for name in builtin_recipes():\n"
+        "    recipe = load_recipe(name)\n"
+        "    for source in (*recipe.data.train, *recipe.data.validation):\n"
+        "        if source.path.startswith('builtin:'):\n"
+        "            print(name, source_bytes(source))\n"
+    )
+    sizes = dict(line.split() for line in python(code, cwd=tmp_path).splitlines())
+    assert {"dflash/smollm2_135m", "dspark/smollm2_135m", "domino/smollm2_135m"} <= set(sizes)
+    assert set(sizes.values()) == {"1799604"}
+
+
 @pytest.mark.slow
 def test_wheel_installs_in_a_clean_place(tmp_path: Path) -> None:
     """Build the wheel, look into it, install it into an empty directory and use it from there."""
@@ -93,6 +108,7 @@ def test_wheel_installs_in_a_clean_place(tmp_path: Path) -> None:
     assert recipes
     assert recipes <= names
     assert "modelopt_spec/py.typed" in names
+    assert {f"modelopt_spec/demo_data/{name}" for name in ("train.jsonl", "heldout.jsonl", "README.md")} <= names
     assert not {name for name in names if name.startswith(("tests/", "docs/", "examples/"))}
     metadata = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("/METADATA"))).decode()
     assert "Requires-Python: <3.14,>=3.11" in metadata
@@ -105,10 +121,14 @@ def test_wheel_installs_in_a_clean_place(tmp_path: Path) -> None:
         "from modelopt_spec.training.recipe import builtin_recipes, load_recipe\n"
         "print(modelopt_spec.__file__)\n"
         "print(len([load_recipe(name) for name in builtin_recipes()]))\n"
+        "from modelopt_spec.data.config import SourceConfig\n"
+        "from modelopt_spec.data.sources import source_files\n"
+        "print(source_files(SourceConfig(path='builtin://demo/train.jsonl'))[0])\n"
         "from modelopt_spec import cli, cli_run\n"
         "sys.exit(cli_run.run(cli.application(), ['heads'], debug=True))\n"
     )
     lines = python(code, path=place, cwd=tmp_path).splitlines()
     assert lines[0].startswith(str(place))
     assert int(lines[1]) == len(recipes)
-    assert any("vanilla" in line for line in lines[2:])
+    assert lines[2].startswith(str(place))
+    assert any("vanilla" in line for line in lines[3:])
