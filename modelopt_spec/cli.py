@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modelopt_spec import cli_run
+from modelopt_spec import cli_checks, cli_run
 from modelopt_spec.versions import __version__
 
 app = typer.Typer(
@@ -99,17 +99,26 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, check data, disk and memory; train nothing.")
     ] = False,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="With --dry-run: whose memory; default: this one.")] = None,
-    gpus: Annotated[int, typer.Option("--gpus", help="With --dry-run: ranks that will train.")] = 1,
-    rows: Annotated[int | None, typer.Option("--rows", help="With --dry-run: rows that do not exist yet.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="With --dry-run: h100, l4 ...; default: this machine's, or its CPU.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="With --dry-run: ranks that will train.")] = 1,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="With --dry-run: rows that do not exist yet.")
+    ] = None,
+    row_tokens: Annotated[
+        int | None, typer.Option("--row-tokens", min=1, help="With --dry-run: mean length of those rows.")
+    ] = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
     """Train a drafter from a recipe."""
+    loaded = cli_checks.load_checked(recipe, overrides or [])
     if dry_run:
-        options: dict[str, Any] = {"resume": resume, "gpu": gpu, "gpus": gpus, "rows": rows}
-        call("cli_plan:dry_run", recipe, overrides or [], quiet=quiet, json_path=json_path, **options)
-    result = call("training.train:train", recipe, overrides or [], resume=resume, quiet=quiet)
+        options: dict[str, Any] = {"resume": resume, "gpu": gpu, "gpus": gpus, "rows": rows, "row_tokens": row_tokens}
+        call("cli_plan:dry_run", loaded, quiet=quiet, json_path=json_path, **options)
+    cli_checks.check_recipe(loaded, resume=resume)
+    result = call("training.train:train", loaded, resume=resume, quiet=quiet)
     if result.rank:
         return
     if result.stopped_by == "SIGTERM":

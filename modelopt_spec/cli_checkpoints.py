@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit
+from modelopt_spec.cli_checks import check_file, check_sources, check_target, checkpoint_directory, draft_directory
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a directory that is not empty.")]
 EngineNames = Annotated[list[str] | None, typer.Option("--engine", help="vllm, sglang, tensorrt_llm, llama.cpp.")]
@@ -37,6 +38,9 @@ def export(
 
     A second reader must compute the same blocks from the files before they appear.
     """
+    checkpoint = checkpoint_directory(checkpoint)
+    check_file(scheduler, "--scheduler is a scheduler.json of `mtsp calibrate` or `mtsp profile`")
+    check_file(gguf, "--gguf is the target's GGUF file")
     report = call(
         "checkpoints.export:export",
         checkpoint,
@@ -57,11 +61,9 @@ def quantize(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of `mtsp train`, or any published draft.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; it appears complete or not at all.")],
     format: Annotated[str, typer.Option("--format", help="fp8, nvfp4 or int8 (weights only).")],
-    prompts: Annotated[
-        list[Path], typer.Option("--prompts", help="JSONL prompts that accepted length is measured on.")
-    ],
+    prompts: Annotated[list[str], typer.Option("--prompts", help="JSONL prompts that accepted length is measured on.")],
     calibration: Annotated[
-        list[Path] | None, typer.Option("--calibration", help="JSONL prompts to calibrate on; default: --prompts.")
+        list[str] | None, typer.Option("--calibration", help="JSONL prompts to calibrate on; default: --prompts.")
     ] = None,
     target: Annotated[str | None, typer.Option("--target", help="Target model; default: the recorded one.")] = None,
     engine: EngineNames = None,
@@ -83,6 +85,9 @@ def quantize(
 
     Activations are calibrated on the blocks that it drafts; accepted length is measured before and after.
     """
+    checkpoint = checkpoint_directory(checkpoint)
+    check_target(target)
+    check_sources([*prompts, *(calibration or [])])
     model, tokenizer = call("checkpoints.opening:open_checkpoint", checkpoint, target, device=device_of(device))
     report = call(
         "checkpoints.quantised_export:quantize",
@@ -118,7 +123,13 @@ def distill(
     For an engine that does not serve the head that it has.
     """
     result = call(
-        "checkpoints.distill:distill", checkpoint, out, head=head, steps=steps, overrides=settings or (), quiet=quiet
+        "checkpoints.distill:distill",
+        checkpoint_directory(checkpoint),
+        out,
+        head=head,
+        steps=steps,
+        overrides=settings or (),
+        quiet=quiet,
     )
     if not quiet:
         console.print(f"{head} head in {result.checkpoint}", highlight=False)
@@ -145,6 +156,8 @@ def check(
 
     Exit status 1 on any disagreement.
     """
+    directory = draft_directory(directory)
+    check_target(target)
     name = target or call("checkpoints.opening:recorded_target", directory)
     model = call("targets.load:load_target", name) if name else None
     tokenizer = call("targets.load:load_tokenizer", name) if name else None
@@ -176,6 +189,8 @@ def import_draft(
 
     The checkpoint trains on, evaluates and exports as if it had been trained here.
     """
+    source = draft_directory(source)
+    check_target(target)
     account = call(
         "checkpoints.importing:import_checkpoint",
         source,

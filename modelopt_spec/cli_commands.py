@@ -10,10 +10,18 @@ import typer
 
 from modelopt_spec import cli_checkpoints, cli_data, cli_moe, cli_plan, cli_report
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
+from modelopt_spec.cli_checks import (
+    check_file,
+    check_recipe,
+    check_sources,
+    check_target,
+    checkpoint_directory,
+    load_checked,
+)
 from modelopt_spec.errors import ConfigError
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint (mtsp train), or an exported or published draft.")]
-Prompts = Annotated[list[Path], typer.Option("--prompts", help="JSONL prompt file; give it several times for more.")]
+Prompts = Annotated[list[str], typer.Option("--prompts", help="JSONL prompt file; give it several times for more.")]
 DraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="K; default: the trained block.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")]
 Seed = Annotated[int, typer.Option("--seed")]
@@ -23,6 +31,17 @@ Scheduler = Annotated[Path | None, typer.Option("--scheduler", help="scheduler.j
 
 def _open(checkpoint: Path, target: str | None, dtype: str, device: str | None) -> tuple[Any, Any]:
     return call("checkpoints.opening:open_checkpoint", checkpoint, target, dtype=dtype, device=device_of(device))
+
+
+def _look(
+    checkpoint: Path, target: str | None, prompts: list[str] | None = None, scheduler: Path | None = None
+) -> Path:
+    """The directory of the drafter, once everything that a command reads is there."""
+    directory = checkpoint_directory(checkpoint)
+    check_target(target)
+    check_sources(prompts or ())
+    check_file(scheduler, "scheduler.json is what `mtsp calibrate` and `mtsp profile` write")
+    return directory
 
 
 def generate(
@@ -43,6 +62,7 @@ def generate(
     json_path: Json = None,
 ) -> None:
     """Answer one prompt: the target's own tokens, drafted."""
+    checkpoint = _look(checkpoint, target, scheduler=scheduler)
     model, tokenizer = _open(checkpoint, target, dtype, device)
     result = call(
         "decoding.answer:answer",
@@ -96,6 +116,8 @@ def evaluate(
         "seed": seed,
         "quiet": quiet,
     }
+    checkpoint = _look(checkpoint, target, prompts, scheduler)
+    against = checkpoint_directory(against) if against is not None else None
     model, tokenizer = _open(checkpoint, target, dtype, device)
     if against is not None:
         other, _ = _open(against, target, dtype, device)
@@ -134,12 +156,18 @@ def compare(
 
     Each is trained with each seed and evaluated on the same prompts; a stopped comparison goes on.
     """
+    numbers = _numbers(seeds, "--seeds")
+    check_sources(prompts or ())
+    for entry in recipes:
+        recipe, _, own = entry.partition(":")
+        loaded = load_checked(recipe, [*(settings or []), *(part for part in own.split(",") if part)])
+        check_recipe(loaded, resume=True)
     result = call(
         "training.comparison:compare_recipes",
         recipes,
         out,
         prompts,
-        seeds=_numbers(seeds, "--seeds"),
+        seeds=numbers,
         overrides=settings or [],
         limit=limit,
         max_new_tokens=max_new_tokens,
@@ -187,6 +215,8 @@ def calibrate(
     json_path: Json = None,
 ) -> None:
     """Calibrate the confidence head on held-out prompts."""
+    checkpoint = _look(checkpoint, target, prompts)
+    check_file(rounds, "--rounds is a round file of `mtsp evaluate --rounds` or `mtsp calibrate --rounds-out`")
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(
         "scheduling.api:calibrate",
@@ -241,14 +271,16 @@ def profile(
     json_path: Json = None,
 ) -> None:
     """Measure step times of this machine: the cost table."""
+    checkpoint = _look(checkpoint, target)
+    batches, lengths = _numbers(requests, "--requests"), _numbers(contexts, "--contexts")
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(
         "scheduling.api:profile",
         model,
         tokenizer,
         out=out,
-        requests=_numbers(requests, "--requests"),
-        contexts=_numbers(contexts, "--contexts"),
+        requests=batches,
+        contexts=lengths,
         num_draft_tokens=num_draft_tokens,
         repeats=repeats,
         warmup=warmup,
@@ -295,6 +327,10 @@ def simulate(
 
     Prints throughput against speed per user for each verification policy.
     """
+    check_file(rounds, "name a round file of `mtsp evaluate --rounds`")
+    check_file(cost, "--cost is a cost table, as in the scheduler.json of `mtsp profile`")
+    check_file(scheduler, "scheduler.json is what `mtsp calibrate` and `mtsp profile` write")
+    check_file(measured, "--measured is a file of measured throughput")
     options: dict[str, Any] = {"policies": tuple(policy)} if policy else {}
     report = call(
         "scheduling.api:simulate",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit, print_table
+from modelopt_spec.cli_checks import check_sources, check_target
 
 app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
 
@@ -40,6 +41,8 @@ def prepare(
 ) -> None:
     """Render, tokenize, mask, shuffle, deduplicate and split conversations once."""
     config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
+    check_sources(sources)
+    check_target(target)
     tokenizer = call("targets.load:load_tokenizer", target)
     data = call("data:prepare", config, tokenizer, out, overwrite=overwrite, quiet=quiet)
     if not quiet:
@@ -64,17 +67,20 @@ def regenerate(
     if server:
         values["server"] = {"base_url": server, **({"model": model} if model else {})}
     config = _config("RegenerateConfig", values, settings)
+    check_sources(prompts)
     answerer = None if server else _local_model(model, config)
     report = call("data:regenerate", config, answerer, quiet=quiet)
     emit(vars(report), json_path)
 
 
 def _local_model(name: str | None, config: Any) -> Any:
-    from modelopt_spec.data.answering import LocalModel
     from modelopt_spec.errors import ConfigError
 
     if not name:
         raise ConfigError("neither --server nor --model is given: name a server's URL, or the target to run in process")
+    check_target(name)
+    from modelopt_spec.data.answering import LocalModel
+
     model = call("targets.load:load_target", name, device=device_of(None))
     tokenizer = call("targets.load:load_tokenizer", name)
     return LocalModel(model, tokenizer, config.sampling, config.batch_size)
@@ -93,6 +99,8 @@ def inspect(
 ) -> None:
     """Show what a drafter would be taught: marked rows, lengths, supervision, looping."""
     config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
+    check_sources(sources)
+    check_target(target)
     tokenizer = call("targets.load:load_tokenizer", target)
     data = call("data:load_datasets", config, tokenizer, quiet=quiet)
     result = call("data:inspect_rows", data.train, data.train_report)

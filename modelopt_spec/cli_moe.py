@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, emit
+from modelopt_spec.cli_checks import checkpoint_directory
 
 __all__ = ["export_beside"]
 
@@ -28,7 +29,7 @@ def export_beside(
     """
     report = call(
         "checkpoints.beside_target:export_beside_target",
-        checkpoint,
+        checkpoint_directory(checkpoint),
         target,
         out,
         dtype=dtype,

@@ -17,8 +17,8 @@ class SourceConfig(SpecConfig):
     """One place that rows are read from."""
 
     path: str = Field(
-        description="a .jsonl/.jsonl.gz/.json/.parquet file, a directory, a glob, a `datasets` name, or data that is part "
-        "of this package: builtin://demo/train.jsonl"
+        description="a .jsonl/.jsonl.gz/.json/.parquet file, a directory, a glob, a `datasets` name, or data "
+        "that comes with this package: builtin://demo/train.jsonl"
     )
     name: str | None = Field(default=None, description="configuration name of a `datasets` set")
     split: str = Field(default="train", description="split of a `datasets` set")

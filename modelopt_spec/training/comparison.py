@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from modelopt_spec.checkpoints.opening import open_checkpoint
 from modelopt_spec.decoding.evaluate import evaluate
@@ -44,7 +45,7 @@ def compare_recipes(
         prompts: held-out prompt files, see :func:`modelopt_spec.evaluate`.
         seeds: each entry is trained once with each.
         overrides: recipe overrides of all entries.
-        limit: prompts of each file. max_new_tokens: tokens of each answer.
+        limit: prompts of each file. max_new_tokens: tokens of each answer. quiet: no progress.
 
     Returns:
         Also in ``comparison.json``: ``kind`` "mtsp.recipe_comparison", ``seeds``, ``prompts``, ``baseline`` and
@@ -68,6 +69,8 @@ def compare_recipes(
         for seed in seeds:
             run = directory / name / f"seed-{seed}"
             settings = [*overrides, *own_overrides, f"training.seed={seed}", f"training.output_dir={run}"]
+            if not quiet:
+                Console(stderr=True).print(f"{entry}, seed {seed}: {run}", highlight=False, soft_wrap=True)
             runs.append(_run(recipe, settings, run, prompts, seed, limit, max_new_tokens, quiet))
         model: Any = open_checkpoint(directory / name / f"seed-{seeds[0]}")[0]
         cost = head_cost(model.drafter)
@@ -144,7 +147,15 @@ def _run(
     if not evaluation_file.is_file():
         model, tokenizer = open_checkpoint(run / DRAFTER)
         evaluation = evaluate(
-            model, tokenizer, prompts, limit=limit, max_new_tokens=max_new_tokens, baseline=False, control=False, seed=0
+            model,
+            tokenizer,
+            prompts,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            baseline=False,
+            control=False,
+            seed=0,
+            quiet=quiet,
         )
         evaluation_file.write_text(json.dumps(evaluation, indent=1) + "\n")
     curve = [

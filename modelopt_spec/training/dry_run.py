@@ -7,24 +7,25 @@ finds all that is wrong.
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from modelopt_spec.errors import DataError
+from modelopt_spec.errors import CheckpointError, DataError
 from modelopt_spec.training.costs import optimizer_bytes
+from modelopt_spec.training.machine import available_memory
 from modelopt_spec.training.plan import plan
 from modelopt_spec.training.recipe import Recipe, load_recipe
+from modelopt_spec.training.run_checkpoints import check_free
 
 __all__ = ["Check", "DryRun", "dry_run", "print_checks"]
 
 ASSUMED_ROWS = 100_000
-"""Planned where the recipe's data cannot be read, so that memory and disk are checked all the same."""
+"""Planned where the recipe's data cannot be read and says no ``max_samples``, so that a rank's memory and the disk for
+checkpoints are checked all the same. What grows with the rows is then left unchecked."""
 DISK_MARGIN, FITS = 256 << 20, 0.92
 
 
@@ -73,8 +74,8 @@ def dry_run(
         recipe: built-in name, YAML file, or a loaded :class:`Recipe`.
         overrides: ``key.path=value`` strings.
         resume: the run will go on from checkpoints that stand in its output directory.
-        gpu: check the memory of this GPU (a name of :data:`~modelopt_spec.training.plan.GPUS`); None: of this machine's
-            own, or host memory where it has none.
+        gpu: plan for this GPU (a name of :data:`~modelopt_spec.training.machine.GPUS`) and check its memory; None: this
+            machine's own, or its CPU and memory where it has none.
         rows: rows that do not exist yet, as in :func:`~modelopt_spec.training.plan.plan`; the data is then not read.
         row_tokens: their mean length.
         quiet: no progress bar while rows are prepared.
@@ -84,18 +85,20 @@ def dry_run(
         SpecError: a mistake in the recipe. Data that cannot be read is a check that fails, not an error.
     """
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    options = {**options, "gpu": gpu or "h100"}
-    checks = []
+    options = {**options, "gpu": gpu}
+    checks, known = [], True
     try:
         found = plan(loaded, rows=rows, row_tokens=row_tokens, quiet=quiet, **options)
         checks.append(_data(found))
     except DataError as error:
-        found = plan(loaded, rows=ASSUMED_ROWS, row_tokens=row_tokens, **options)
-        checks.append(Check("data", False, f"{error} (the rest assumes {ASSUMED_ROWS:,} rows)"))
-    output_dir = Path(loaded.training.arguments().get("output_dir") or "runs/mtsp")
-    checks.append(_directory(output_dir, resume))
-    checks += _disks(loaded, found, output_dir)
-    checks += _memory(found, gpu)
+        known = False
+        assumed = loaded.data.max_samples or ASSUMED_ROWS
+        found = plan(loaded, rows=assumed, row_tokens=row_tokens, **options)
+        note = f" (the plan assumes {assumed:,} rows; memory and disk for their features are not checked)"
+        checks.append(Check("data", False, f"{error}{note}"))
+    checks.append(_directory(loaded, resume))
+    checks += _disks(loaded, found, known)
+    checks += _memory(found, known)
     return DryRun(found, tuple(checks))
 
 
@@ -117,19 +120,13 @@ def _standing(path: Path) -> Path:
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
 
 
-def _directory(output_dir: Path, resume: bool) -> Check:
+def _directory(recipe: Recipe, resume: bool) -> Check:
     """Whether a run may write to its output directory; nothing is created."""
-    blocked = next((p for p in (output_dir.absolute(), *output_dir.absolute().parents) if p.exists()), None)
-    if blocked is not None and not blocked.is_dir():
-        return Check("output_dir", False, f"{blocked} is a file: choose another training.output_dir")
-    standing = _standing(output_dir)
-    if not os.access(standing, os.W_OK | os.X_OK):
-        return Check("output_dir", False, f"{standing} cannot be written to: choose another training.output_dir")
-    if not resume and ((output_dir / "report.json").exists() or any(output_dir.glob("checkpoint-*"))):
-        return Check(
-            "output_dir", False, f"{output_dir} holds another run: pass --resume, or set another training.output_dir"
-        )
-    return Check("output_dir", True, f"{output_dir} can be written")
+    try:
+        check_free(recipe.output_dir, resume=resume, export=recipe.export_dir)
+    except CheckpointError as error:
+        return Check("output_dir", False, str(error))
+    return Check("output_dir", True, f"{recipe.output_dir} can be written")
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
@@ -143,16 +140,16 @@ def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
     return round(kept * (4 + moments) * parameters + 4 * parameters + exported)
 
 
-def _disks(recipe: Recipe, found: dict[str, Any], output_dir: Path) -> list[Check]:
-    """Room for checkpoints and cached features, summed where both are on one file system."""
-    needs = [(output_dir, checkpoint_bytes(recipe, found["drafter"]["parameters"]), "checkpoints")]
+def _disks(recipe: Recipe, found: dict[str, Any], known: bool) -> list[Check]:
+    """Room for checkpoints and cached features (where the rows are known), summed where both are on one file system."""
+    needs = [(recipe.output_dir, checkpoint_bytes(recipe, found["drafter"]["parameters"]), "checkpoints")]
     if recipe.training.features == "cached":
         if recipe.training.cache_dir is None:
             return [Check("disk", False, "training.features is 'cached': name its directory in training.cache_dir")]
-        there = sum(file.stat().st_size for file in Path(recipe.training.cache_dir).glob("shard-*.safetensors"))
-        needs.append(
-            (Path(recipe.training.cache_dir), max(0, round(found["cache"]["bytes"]) - there), "cached features")
-        )
+        place = Path(recipe.training.cache_dir)
+        there = sum(file.stat().st_size for file in place.glob("shard-*.safetensors"))
+        if known:
+            needs.append((place, max(0, round(found["cache"]["bytes"]) - there), "cached features"))
     by_device: dict[int, list[tuple[Path, int, str]]] = {}
     for path, size, what in needs:
         by_device.setdefault(_standing(path).stat().st_dev, []).append((_standing(path), size, what))
@@ -170,16 +167,15 @@ def _disks(recipe: Recipe, found: dict[str, Any], output_dir: Path) -> list[Chec
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _memory(found: dict[str, Any], gpu: str | None) -> list[Check]:
-    """Memory of a rank against the named GPU, this machine's GPU, or host memory; and features that a host keeps."""
-    rank, kept = found["memory"]["rank"]["total"], found["memory"]["host"]["features"]
-    host = _host_memory()
+def _memory(found: dict[str, Any], known: bool) -> list[Check]:
+    """Memory of a rank against the planned GPU's, or host memory; and, where the rows are known, kept features."""
+    rank, time = found["memory"]["rank"]["total"], found["time"]
+    kept = found["memory"]["host"]["features"] if known else 0
+    host = available_memory()
     checks = []
-    if gpu is not None:
-        checks.append(_fits("gpu_memory", rank, FITS * found["time"]["memory_gb"] * 1e9, f"of a rank, {gpu}"))
-    elif torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
-        checks.append(_fits("gpu_memory", rank, FITS * free, f"of a rank, {torch.cuda.get_device_name()}"))
+    if time["kind"] == "gpu":
+        room = _free_gpu_memory() if time["here"] else time["memory_gb"] * 1e9
+        checks.append(_fits("gpu_memory", rank, FITS * room, f"of a rank, {time['gpu']}"))
     else:
         kept += rank
     if host is not None and kept:
@@ -187,20 +183,17 @@ def _memory(found: dict[str, Any], gpu: str | None) -> list[Check]:
     return checks
 
 
+def _free_gpu_memory() -> int:
+    """Bytes that are free on this machine's first GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
+
+
 def _fits(name: str, needed: float, room: float, where: str) -> Check:
     text = f"{needed / 1e9:.2f} GB {where}, {room / 1e9:.2f} GB usable"
     fix = "a smaller batch, fewer num_anchors, gradient_checkpointing, fsdp or shard_target make it smaller"
     return Check(name, needed <= room, text if needed <= room else f"{text}: {fix}")
-
-
-def _host_memory() -> int | None:
-    """Bytes that are free or can be freed; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    values = dict(line.split(":", 1) for line in lines)
-    return int(values["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in values else None
 
 
 def print_checks(result: DryRun, console: Console | None = None) -> None:

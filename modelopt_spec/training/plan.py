@@ -19,7 +19,7 @@ from modelopt_spec.config import DrafterConfig
 from modelopt_spec.data.cache_plan import estimate_cache
 from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.drafter.drafter import Drafter, build_drafter
-from modelopt_spec.errors import CheckpointError, ConfigError, DataError, nearest
+from modelopt_spec.errors import CheckpointError, ConfigError, DataError
 from modelopt_spec.resolve import resolve
 from modelopt_spec.targets.base import open_target
 from modelopt_spec.targets.load import load_tokenizer
@@ -36,6 +36,7 @@ from modelopt_spec.training.costs import (
 )
 from modelopt_spec.training.forecast import forecast
 from modelopt_spec.training.loss_plan import default_tiling
+from modelopt_spec.training.machine import GPUS, Machine, check_gpu, choose_machine
 from modelopt_spec.training.module import block_settings
 from modelopt_spec.training.plan_tables import print_plan
 from modelopt_spec.training.recipe import Recipe, load_recipe
@@ -44,20 +45,6 @@ from modelopt_spec.training.sizes import active_parameters
 
 __all__ = ["GPUS", "plan", "print_plan"]
 
-GPUS: dict[str, tuple[float, float]] = {
-    "a100-40gb": (312, 40),
-    "a100-80gb": (312, 80),
-    "b200": (2250, 180),
-    "gh200": (989, 96),
-    "h100": (989, 80),
-    "h200": (989, 141),
-    "l4": (121, 24),
-    "l40s": (362, 48),
-    "mi300x": (1307, 192),
-    "rtx-4090": (165, 24),
-}
-"""Dense bf16 peak in TFLOP/s and memory in GB, from the vendors' data sheets."""
-
 SAMPLE_BATCHES, SAMPLE_ROWS = 24, 4000
 
 
@@ -65,7 +52,7 @@ def plan(
     recipe: str | Path | Recipe,
     overrides: list[str] | tuple[str, ...] = (),
     *,
-    gpu: str = "h100",
+    gpu: str | None = None,
     gpus: int = 1,
     efficiency: float = 0.35,
     rows: int | None = None,
@@ -78,7 +65,8 @@ def plan(
     Args:
         recipe: built-in name, YAML file, or a loaded :class:`Recipe`.
         overrides: ``key.path=value`` strings.
-        gpu: a name of :data:`GPUS`.
+        gpu: a name of :data:`~modelopt_spec.training.machine.GPUS`. None: this machine's GPU, or its CPU where it has
+            none (an H100 is assumed for several ``gpus``); a rate that is in no data sheet here is measured.
         gpus: how many. With a ``megatron`` section its tensor and pipeline ranks share a model, the rest are
             data-parallel.
         efficiency: assumed share of the peak that training reaches.
@@ -95,23 +83,24 @@ def plan(
     Raises:
         ConfigError: an unknown GPU, or a mistake in the recipe. DataError: the recipe's data cannot be read.
     """
-    if gpu not in GPUS:
-        raise ConfigError(f"gpu is {gpu!r}.{nearest(gpu, GPUS)} Known: {', '.join(GPUS)}")
-    if not 0 < efficiency <= 1 or gpus < 1:
-        raise ConfigError(f"efficiency is {efficiency} and gpus {gpus}: give a share of at most 1 and at least one GPU")
+    check_gpu(gpu)
+    if not 0 < efficiency <= 1:
+        raise ConfigError(f"efficiency is {efficiency}: give a share of the peak, above 0 and at most 1")
+    if gpus < 1:
+        raise ConfigError(f"gpus is {gpus}: give the number of ranks that will train, at least 1")
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     model = meta_target(loaded)
     drafter = _meta_drafter(model, loaded)
     target = TargetCost.of(model)
     training = _Training(loaded, gpus)
+    machine = choose_machine(gpu, gpus, half=training.autocast)
     data = _Data.assumed(loaded, rows, row_tokens) if rows is not None else _Data.read(loaded, quiet=quiet)
     shape, peak_shape = _micro_batches(data.sample, drafter, loaded, training)
     steps_per_epoch = max(1, -(-data.rows // training.rows_per_step))
     total = training.max_steps if training.max_steps > 0 else math.ceil(training.epochs * steps_per_epoch)
     flops = _flops(target, drafter, loaded, shape, training, total, total / steps_per_epoch)
-    step_memory = _memory(target, drafter, loaded, peak_shape, training)
+    step_memory = _memory(target, drafter, loaded, peak_shape, training, machine)
     cache = _cache(data, drafter, target, loaded)
-    peak, capacity = GPUS[gpu]
     needed = sum(step_memory.values())
     found: dict[str, Any] = {
         "kind": "modelopt_spec.plan",
@@ -148,13 +137,17 @@ def plan(
         },
         "cache": cache,
         "time": {
-            "gpu": gpu,
+            "gpu": machine.name,
+            "kind": machine.kind,
+            "here": machine.here,
+            "asked": gpu is not None,
             "gpus": gpus,
-            "peak_tflops": peak,
+            "peak_tflops": machine.peak_tflops,
+            "peak_from": machine.peak_from,
             "efficiency": efficiency,
-            "hours": flops["run"] / (peak * 1e12 * efficiency * gpus) / 3600,
-            "memory_gb": capacity,
-            "fits": needed < 0.92 * capacity * 1e9,
+            "hours": flops["run"] / (machine.peak_tflops * 1e12 * efficiency * gpus) / 3600,
+            "memory_gb": machine.memory_gb,
+            "fits": needed < 0.92 * machine.memory_gb * 1e9,
         },
     }
     if report is not None:
@@ -185,7 +178,8 @@ class _Data:
             data = load_datasets(recipe.data, tokenizer, quiet=quiet)
         except DataError as error:
             raise DataError(
-                f"{error}. To plan before the data is there, say how much it will be: rows, row_tokens"
+                f"{error}. To plan before the data is there, say how much it will be: rows (--rows) and row_tokens "
+                "(--row-tokens)"
             ) from None
         report, count = data.train_report, min(len(data.train), SAMPLE_ROWS)
         chosen = torch.linspace(0, max(0, len(data.train) - 1), count).long().tolist()
@@ -271,7 +265,7 @@ def meta_target(recipe: Recipe) -> nn.Module:
 
 
 def _meta_drafter(model: nn.Module, recipe: Recipe) -> Drafter:
-    from modelopt_spec.conversion import MODES
+    from modelopt_spec.config import MODES
 
     target = open_target(model)
     values = {key: value for key, value in recipe.drafter_config.items() if key != "mask_token"}
@@ -339,12 +333,12 @@ def _flops(
 
 
 def _memory(
-    target: TargetCost, drafter: Drafter, recipe: Recipe, shape: StepShape, training: _Training
+    target: TargetCost, drafter: Drafter, recipe: Recipe, shape: StepShape, training: _Training, machine: Machine
 ) -> dict[str, float]:
     tiling = default_tiling(
         drafter.config.vocab_size or 0,
         torch.bfloat16 if training.autocast else torch.float32,
-        torch.device("cuda"),
+        torch.device("cuda" if machine.kind == "gpu" else "cpu"),
         2 if recipe.loss.base_ce_start else 1,
     )
     found = memory(

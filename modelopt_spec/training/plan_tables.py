@@ -24,6 +24,18 @@ def _duration(hours: float) -> str:
     return f"{3600 * hours:.1f} s"
 
 
+def _time(time: dict[str, Any]) -> str:
+    """Hours, and everything that they rest on."""
+    tera = time["peak_tflops"]
+    peak = f"{tera:.3g} TFLOP/s" if 1 <= tera < 1000 else _si(tera * 1e12, "FLOP/s")
+    source = "measured here" if time["peak_from"] == "measured here" else "data sheet"
+    text = f"{_duration(time['hours'])} on {time['gpus']} x {time['gpu']} at {time['efficiency']:.0%} of {peak}"
+    text += f" ({source}; the share is assumed)"
+    if time["here"]:
+        return f"{text}; --gpu plans for another"
+    return text if time["asked"] else f"{text}; no GPU is here, so this one is assumed: --gpu"
+
+
 def print_plan(found: dict[str, Any], console: Console | None = None) -> None:
     """Show a plan as tables."""
     out = console or Console()
@@ -41,11 +53,7 @@ def print_plan(found: dict[str, Any], console: Console | None = None) -> None:
     shares = ", ".join(f"{name} {value / flops['step']:.0%}" for name, value in flops["by_part"].items() if value)
     table.add_row("a step", f"{_si(flops['step'], 'FLOP')} ({shares})")
     table.add_row("the run", _si(flops["run"], "FLOP"))
-    table.add_row(
-        "time",
-        f"{_duration(time['hours'])} on {time['gpus']} x {time['gpu']} at {time['efficiency']:.0%} of "
-        f"{time['peak_tflops']:.0f} TFLOP/s (assumed)",
-    )
+    table.add_row("time", _time(time))
     table.add_row(
         "features", f"{_si(found['cache']['bytes'], 'B')} on disk, {_si(found['cache']['memory_bytes'], 'B')} in memory"
     )

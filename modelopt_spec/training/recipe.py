@@ -206,6 +206,18 @@ class Recipe(SpecConfig):
         return {key: value for key, value in self.drafter.items() if key not in RUN_KEYS}
 
     @property
+    def output_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.training.arguments().get("output_dir") or "runs/mtsp")
+
+    @property
+    def export_dir(self) -> Path | None:
+        """Where the trained drafter is exported to; None where no engine is named."""
+        if not self.export.engines:
+            return None
+        return Path(self.export.output_dir) if self.export.output_dir else self.output_dir / "export"
+
+    @property
     def init_from(self) -> str | None:
         """Checkpoint or published draft whose weights the drafter starts from."""
         return self.drafter.get("init_from")

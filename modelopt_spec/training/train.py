@@ -19,7 +19,7 @@ from modelopt_spec.checkpoints.store import save
 from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.drafter.experts_parallel import spread_for_training
-from modelopt_spec.errors import CheckpointError, ConfigError
+from modelopt_spec.errors import ConfigError
 from modelopt_spec.progress import progress
 from modelopt_spec.targets.load import load_target, load_tokenizer
 from modelopt_spec.training import ranks, run_checkpoints, sharding
@@ -27,14 +27,12 @@ from modelopt_spec.training.features import FeatureSource, MemoryFeatures, Onlin
 from modelopt_spec.training.interrupt import Interrupt
 from modelopt_spec.training.module import DraftTrainingModule
 from modelopt_spec.training.recipe import Recipe, load_recipe
+from modelopt_spec.training.run_checkpoints import DRAFTER, REPORT
 from modelopt_spec.training.sizes import show_sizes
 from modelopt_spec.training.trainer import Collator, DraftTrainer, IndexedRows
 from modelopt_spec.versions import versions
 
 __all__ = ["TrainResult", "train"]
-
-REPORT = "report.json"
-DRAFTER = "drafter"
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,9 @@ def train(
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe) and overrides:
         raise ConfigError("overrides need a recipe's name or file, not a loaded Recipe")
-    output_dir = Path(loaded.training.arguments().get("output_dir") or "runs/mtsp")
+    output_dir = loaded.output_dir
     arguments = _arguments(loaded, output_dir)
-    checkpoint = _begin(output_dir, resume, arguments)
+    checkpoint = _begin(output_dir, loaded.export_dir, resume, arguments)
     model_section = loaded.model
     shard = loaded.training.shard_target and arguments.world_size > 1
     with _one_after_the_other(arguments):
@@ -131,11 +129,10 @@ def train(
     if arguments.should_save:
         save(model, saved, overwrite=True, extra=trainer.provenance)
         _write_json(output_dir / REPORT, report)
-        if loaded.export.engines:
+        if loaded.export_dir is not None:
             from modelopt_spec.checkpoints.export import export
 
-            destination = loaded.export.output_dir or str(output_dir / "export")
-            export(model, destination, engines=loaded.export.engines, overwrite=True, quiet=quiet)
+            export(model, loaded.export_dir, engines=loaded.export.engines, overwrite=True, quiet=quiet)
     ranks.wait(arguments)
     return TrainResult(model, tokenizer, output_dir, saved, report, stopped_by, arguments.process_index)
 
@@ -156,21 +153,13 @@ def _load(recipe: Recipe, device: torch.device | None) -> nn.Module:
     return load_target(section.name_or_path, attn_implementation=section.attn_implementation, **common)
 
 
-def _begin(output_dir: Path, resume: bool, arguments: TrainingArguments) -> Path | None:
+def _begin(output_dir: Path, export: Path | None, resume: bool, arguments: TrainingArguments) -> Path | None:
     """Check the output directory before anything expensive; the checkpoint to go on from, the same on every rank."""
     checkpoint = None
     if arguments.should_save:
+        run_checkpoints.check_free(output_dir, resume=resume, export=export)
         run_checkpoints.check_writable(output_dir)
         checkpoint = run_checkpoints.newest_intact(output_dir) if resume else None
-        if not resume and (output_dir / REPORT).exists():
-            raise CheckpointError(
-                f"{output_dir} holds a finished run: pass resume (--resume), or set another training.output_dir"
-            )
-        if not resume and any(output_dir.glob("checkpoint-*")):
-            raise CheckpointError(
-                f"{output_dir} holds checkpoints of an earlier run: pass resume (--resume) to go on from the newest, "
-                "set another training.output_dir, or remove them"
-            )
     found = ranks.gather([str(checkpoint)] if checkpoint else [], arguments)[0]
     return Path(found[0]) if found else None
 

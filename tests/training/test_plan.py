@@ -43,8 +43,8 @@ def test_a_plan_describes_the_run_that_follows(material, tmp_path: Path) -> None
 
 
 def test_more_ranks_and_kept_features_change_what_they_should(material, tmp_path: Path) -> None:
-    base = plan(make_recipe(*material, tmp_path / "run", max_steps=100))
-    four = plan(make_recipe(*material, tmp_path / "run", max_steps=100), gpus=4)
+    base = plan(make_recipe(*material, tmp_path / "run", max_steps=100), gpu="h100")
+    four = plan(make_recipe(*material, tmp_path / "run", max_steps=100), gpu="h100", gpus=4)
     assert four["steps"]["rows_per_step"] == 4 * base["steps"]["rows_per_step"]
     assert four["flops"]["step"] == pytest.approx(4 * base["flops"]["step"])
     assert four["time"]["hours"] == pytest.approx(base["time"]["hours"])
@@ -80,14 +80,14 @@ def test_printing_names_the_assumption(material, tmp_path: Path) -> None:
     text = io.StringIO()
     print_plan(plan(recipe, gpu="l4"), Console(file=text, width=160))
     shown = " ".join(text.getvalue().split())
-    for part in ("drafter", "l4 at 35% of 121 TFLOP/s (assumed)", "optimizer", "FLOP"):
+    for part in ("drafter", "l4 at 35% of 121 TFLOP/s (data sheet; the share is assumed)", "optimizer", "FLOP"):
         assert part in shown
     assert "fits in 24 GB" in shown
 
 
 def test_rows_that_do_not_exist_yet_can_be_planned(material, tmp_path: Path) -> None:
     recipe = make_recipe(material[0], tmp_path / "later.jsonl", tmp_path / "run", max_steps=-1, num_train_epochs=2)
-    with pytest.raises(DataError, match=r"say how much it will be: rows, row_tokens"):
+    with pytest.raises(DataError, match=r"say how much it will be: rows \(--rows\) and row_tokens"):
         plan(recipe)
     found = plan(recipe, rows=1_000_000, row_tokens=100)
     assert found["data"]["assumed"]
