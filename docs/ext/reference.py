@@ -17,6 +17,8 @@ from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS_RESULT = ROOT / "docs" / "results" / "heads" / "comparison.json"
+STEP_RESULT = ROOT / "docs" / "results" / "speed" / "train_step.json"
+DECODE_RESULT = ROOT / "docs" / "results" / "speed" / "decode.json"
 
 
 def write_all(directory: Path) -> list[Path]:
@@ -27,6 +29,8 @@ def write_all(directory: Path) -> list[Path]:
         "recipes.md": recipes_page(),
         "settings.md": settings_page(),
         "heads_table.md": heads_table(HEADS_RESULT),
+        "step_table.md": step_table(STEP_RESULT),
+        "decode_table.md": decode_table(DECODE_RESULT),
     }
     written = []
     for name, text in pages.items():
@@ -266,8 +270,7 @@ def _slug(name: str) -> str:
 def heads_table(path: Path) -> str:
     """The comparison of the heads, from the JSON that `mtsp compare` wrote; says so where there is none yet."""
     if not path.is_file():
-        where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        return f"*No comparison is committed at `{where}` yet, so there are no numbers here.*\n"
+        return _missing(path)
     from modelopt_spec.reports.comparison import COLUMNS, comparison_rows
 
     comparison = json.loads(path.read_text(encoding="utf-8"))
@@ -288,6 +291,51 @@ def heads_table(path: Path) -> str:
         "is conditional. Head time is the median on the CPU that ran the comparison."
     )
     return "\n".join([*_table(head, rows), "", facts]) + "\n"
+
+
+def step_table(path: Path) -> str:
+    """Every size that `benchmarks/train_step.py` measured, from its JSON."""
+    if not path.is_file():
+        return _missing(path)
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for result in measured["results"]:
+        sizes, over, peak = result["sizes"], result["over_floor"], result["peak_mib"]
+        place = [result["head"], sizes["anchors"], sizes["seq"], sizes["vocab"], f"{result['floor_seconds']:.2f}"]
+        theirs = ["", "", "", ""]
+        if "modelopt" in over:
+            theirs = [f"{over['modelopt']:.2f}", f"{result['time_ratio']:.2f}"]
+            theirs += [f"{peak['modelopt']:.0f}", f"{result['peak_ratio']:.2f}"]
+        rows.append([*place, f"{over['ours']:.2f}", *theirs[:2], f"{peak['ours']:.0f}", *theirs[2:]])
+    head = ["head", "N", "S", "V", "floor, s", "time / floor", "ModelOpt / floor", "time / ModelOpt"]
+    head += ["peak, MiB", "ModelOpt's peak, MiB", "peak / ModelOpt"]
+    return "\n".join([*_table(head, rows), "", f"Medians of {measured['repeats']}."]) + "\n"
+
+
+def decode_table(path: Path) -> str:
+    """What one decoding round costs, from the JSON of `benchmarks/decode.py`."""
+    if not path.is_file():
+        return _missing(path)
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    rounds, draft, speed = measured["round"], measured["draft"], measured["speed"]
+    rows = [
+        ["a round: the target's pass, ms", f"{rounds['target_ms']:.1f}"],
+        ["a round: the draft's pass, ms", f"{rounds['draft_ms']:.1f}"],
+        ["a round: everything else", f"{rounds['loop_ms']:.2f} ms, {rounds['loop_share']:.1%} of the round"],
+        ["a draft pass: backbone and base logits, ms", f"{draft['parallel_ms']:.1f}"],
+        [
+            "a draft pass: the head, slot by slot",
+            f"{draft['sequential_ms']:.2f} ms, {draft['sequential_share']:.1%} of the pass",
+        ],
+        ["tokens a second, `mtsp.generate`", f"{speed['tokens_per_second']:.1f}, accepted length {speed['tau']:.2f}"],
+        ["tokens a second, `model.generate`", f"{speed['plain_tokens_per_second']:.1f}"],
+    ]
+    return "\n".join(_table(["median", ""], rows)) + "\n"
+
+
+def _missing(path: Path) -> str:
+    where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    return f"*Nothing is committed at `{where}` yet, so there are no numbers here.*\n"
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
