@@ -215,7 +215,7 @@ def calibrate(
     json_path: Json = None,
 ) -> None:
     """Calibrate the confidence head on held-out prompts."""
-    checkpoint = _look(checkpoint, target, prompts)
+    checkpoint = _look(checkpoint, target, prompts if rounds is None else None)
     check_file(rounds, "--rounds is a round file of `mtsp evaluate --rounds` or `mtsp calibrate --rounds-out`")
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(

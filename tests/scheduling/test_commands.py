@@ -22,6 +22,7 @@ def run():
     model = add_drafter(tiny_target())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli_commands, "_open", lambda *a: (model, Tokenizer()))
+        patch.setattr(cli_commands, "checkpoint_directory", lambda path: path)
         yield lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
