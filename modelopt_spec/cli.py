@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modelopt_spec import cli_checks, cli_run
+from modelopt_spec import cli_checks, cli_run, interrupts
 from modelopt_spec.versions import __version__
 
 app = typer.Typer(
@@ -161,6 +161,7 @@ def application() -> typer.Typer:
 
 def main() -> None:
     """Entry point: user mistakes are one line on standard error and exit status 2."""
+    interrupts.install()
     arguments, debug = cli_run.take_debug(sys.argv[1:])
     cli_run.fit_to_pipe(console, arguments)
     sys.exit(cli_run.run(application(), arguments, debug=debug))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from modelopt_spec import interrupts, noise
 from modelopt_spec.errors import SpecError
+from modelopt_spec.progress import heartbeat
 
 __all__ = ["PATH", "CommandPath", "fit_to_pipe", "run", "take_debug"]
 
@@ -39,7 +40,7 @@ PATH = (
 )
 """Commands in the order in which somebody meets them."""
 
-USER_MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
+USER_MISTAKE, FAILED, INTERRUPTED = 2, 1, interrupts.STATUS
 """Exit statuses: a mistake that the user can fix, a defect of this package, Ctrl-C."""
 
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
@@ -83,34 +84,42 @@ def run(application: Callable[..., Any], arguments: Sequence[str], *, debug: boo
 
     Returns:
         0; 2 with one line on standard error for a mistake that the user can fix (unknown options, :class:`SpecError`,
-        files that cannot be read or written, YAML that is none); 130 after Ctrl-C. Anything else is a defect and keeps
-        its traceback.
+        files that cannot be read or written, YAML that is none); 130 with one line after Ctrl-C, whatever error the
+        interrupted code made of it. Anything else is a defect and keeps its traceback.
     """
+    quiet = any(word in ("--quiet", "-q", "--help") for word in arguments)
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    try:
+        with noise.filtered(everything=debug), heartbeat(f"mtsp {command}".rstrip(), quiet=quiet):
+            status = _run(application, arguments, debug)
+        if status != INTERRUPTED:
+            return status
+    except BaseException as error:
+        if not (interrupts.pressed() or isinstance(error, KeyboardInterrupt | typer.Abort)):
+            raise
+    training = command == "train" and "--dry-run" not in arguments
+    interrupts.tell("the same command with --resume goes on from the newest checkpoint" if training else "")
+    return INTERRUPTED
+
+
+def _run(application: Callable[..., Any], arguments: Sequence[str], debug: bool) -> int:
     from yaml import YAMLError
 
-    if not debug:
-        warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         status = application(args=list(arguments), prog_name="mtsp", standalone_mode=False)
-    except _USAGE as error:
-        if debug:
+    except (_USAGE, SpecError, YAMLError, OSError) as error:
+        if debug or interrupts.pressed():
             raise
-        if type(error).__name__ == "NoArgsIsHelpError":
-            typer.echo(str(error))
-            return USER_MISTAKE
-        return _complain(_usage(error, arguments))
-    except typer.Abort:
-        return INTERRUPTED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (SpecError, YAMLError) as error:
-        if debug:
-            raise
+        if isinstance(error, _USAGE):
+            if type(error).__name__ == "NoArgsIsHelpError":
+                typer.echo(str(error))
+                return USER_MISTAKE
+            return _complain(_usage(error, arguments))
+        if isinstance(error, OSError):
+            if error.filename is None:
+                raise
+            return _complain(f"{error.filename}: {error.strerror or error}")
         return _complain(str(error))
-    except OSError as error:
-        if debug or error.filename is None:
-            raise
-        return _complain(f"{error.filename}: {error.strerror or error}")
     return status if isinstance(status, int) else 0
 
 

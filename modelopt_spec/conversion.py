@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from modelopt.torch.opt.config import ModeloptBaseConfig
-from modelopt.torch.opt.conversion import ModeloptStateManager, apply_mode
-from modelopt.torch.opt.mode import ModeDescriptor, _ModeRegistryCls
 from torch import nn
 
+from modelopt_spec import noise
 from modelopt_spec.config import MODES, DrafterConfig, SpecConfig
 from modelopt_spec.drafter.drafter import Drafter, build_drafter
 from modelopt_spec.errors import ConfigError, nearest
 from modelopt_spec.resolve import resolve, show
 from modelopt_spec.targets.base import Target, open_target
+
+with noise.filtered():
+    from modelopt.torch.opt.config import ModeloptBaseConfig
+    from modelopt.torch.opt.conversion import ModeloptStateManager, apply_mode
+    from modelopt.torch.opt.mode import ModeDescriptor, _ModeRegistryCls
 
 __all__ = ["MODES", "attach", "convert"]
 

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 __all__ = ["LINE_SECONDS", "ProgressLines", "heartbeat", "progress"]
 
-LINE_SECONDS = 12.0
-"""Between two lines where nobody watches a bar."""
+LINE_SECONDS, MOST_SECONDS = 12.0, 300.0
+"""Between two lines where nobody watches a bar: at first, and at most in long runs."""
 
 _last_line = 0.0
 """When a line was last printed, in seconds of the monotonic clock."""
@@ -46,7 +46,8 @@ def progress(description: str, total: int | None, *, quiet: bool = False) -> Ite
 class ProgressLines:
     """Lines such as ``train: 120/800 (15%), 1:23 passed, about 7:50 left, loss 3.210``.
 
-    Nothing is printed before :data:`LINE_SECONDS` have passed, so short loops leave no trace in a log.
+    Nothing is printed before :data:`LINE_SECONDS` have passed, so short loops leave no trace in a log; after eight
+    minutes the lines grow rarer.
 
     Args:
         description: what is going on. total: steps in all; None where that is not known.
@@ -63,7 +64,8 @@ class ProgressLines:
         """Count ``n`` steps and print a line where one is due."""
         self.done += n
         self.note = note or self.note
-        if self.clock() - self.told >= LINE_SECONDS:
+        now = self.clock()
+        if now - self.told >= max(LINE_SECONDS, min((now - self.started) / 40, MOST_SECONDS)):
             self._print()
 
     def close(self) -> None:

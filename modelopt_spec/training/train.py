@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
+from modelopt_spec import noise
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
@@ -281,6 +282,7 @@ def _run(trainer: DraftTrainer, checkpoint: Path | None, max_minutes: float | No
     with (
         progress("train", total, quiet=quiet or not args.should_log) as advance,
         Interrupt(max_minutes) as interrupt,
+        noise.filtered(),
     ):
         trainer.add_callback(_Bar(advance))
         trainer.add_callback(interrupt)
