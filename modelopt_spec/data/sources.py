@@ -15,6 +15,7 @@ from typing import Any
 from modelopt_spec.data.config import SourceConfig
 from modelopt_spec.data.messages import RowError
 from modelopt_spec.errors import DataError, nearest
+from modelopt_spec.targets.hub import offline_if_unreachable
 
 __all__ = ["RawRow", "read_prompts", "read_rows", "source_bytes", "source_files"]
 
@@ -144,6 +145,10 @@ def _read_datasets(source: SourceConfig) -> Iterator[Mapping[str, Any]]:
                 raise DataError(f"data source {source.path!r} has no split {source.split!r}: {', '.join(loaded)}")
             loaded = loaded[source.split]
     else:
+        from huggingface_hub import constants
+
+        offline_if_unreachable(source.path)
+        datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE
         try:
             loaded = datasets.load_dataset(source.path, source.name, split=source.split, streaming=True)
         except Exception as error:

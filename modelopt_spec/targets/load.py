@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from modelopt_spec.errors import CheckpointError, ConfigError
+from modelopt_spec.targets.hub import offline_if_unreachable
 from modelopt_spec.targets.packaged import check_name, resolve_target
 
 __all__ = ["load_target", "load_tokenizer"]
@@ -42,6 +43,7 @@ def load_target(
         raise ConfigError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}")
     check_name(name)
     path = str(resolve_target(name))
+    offline_if_unreachable(path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **common)
@@ -60,6 +62,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
     check_name(name)
     path = str(resolve_target(name))
+    offline_if_unreachable(path)
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

