@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_file",
     "check_recipe",
+    "check_recipe_data",
     "check_sources",
     "check_target",
     "checkpoint_directory",
@@ -143,6 +144,16 @@ def load_checked(name: str, overrides: Sequence[str]) -> Recipe:
     return recipe
 
 
+def check_recipe_data(recipe: Recipe) -> None:
+    """The files of a recipe's data section are there.
+
+    Raises:
+        DataError: one is not.
+    """
+    check_sources([source.path for source in (*recipe.data.train, *recipe.data.validation)])
+    check_sources(recipe.data.exclude_prompts)
+
+
 def check_recipe(recipe: Recipe, *, resume: bool = False) -> None:
     """What a run of the recipe reads is there, and where it writes is room for it.
 
@@ -151,7 +162,6 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> None:
     """
     from modelopt_spec.training.run_checkpoints import check_free
 
-    check_sources([source.path for source in (*recipe.data.train, *recipe.data.validation)])
-    check_sources(recipe.data.exclude_prompts)
+    check_recipe_data(recipe)
     if int(os.environ.get("RANK", "0")) == 0:
         check_free(recipe.output_dir, resume=resume, export=recipe.export_dir)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit, print_table
-from modelopt_spec.cli_checks import check_sources, check_target
+from modelopt_spec.cli import Device, Json, Quiet, call, console, device_of, emit, print_table
+from modelopt_spec.cli_checks import check_recipe_data, check_sources, check_target, load_checked
 
 app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
 
@@ -113,4 +113,29 @@ def inspect(
         print_table("data", ["", ""], [[key, result[key]] for key in keys if result.get(key) is not None])
     if figure is not None:
         call("reports.data:data_figure", result, figure)
+    emit(result, json_path)
+
+
+@app.command()
+def cache(
+    recipe: Annotated[str, typer.Argument(help="Built-in name (dspark/smollm2_135m) or YAML file.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory of the cache; one that was begun is completed.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    device: Device = None,
+    quiet: Quiet = False,
+    json_path: Json = None,
+) -> None:
+    """Write the target features of a recipe's rows to disk, for many epochs, runs or ranks."""
+    loaded = load_checked(recipe, overrides or [])
+    check_recipe_data(loaded)
+
+    def tell(size: Any) -> None:
+        if not quiet:
+            typer.echo(f"{out}: {size}", err=True)
+
+    result = call(
+        "training.cache_features:cache_features", loaded, out, device=device_of(device), on_size=tell, quiet=quiet
+    )
+    if not quiet and str(json_path) != "-":
+        typer.echo(f"{result['shards']} shards in {out}; train from it: {' '.join(result['overrides'])}")
     emit(result, json_path)
