@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit
-from modelopt_spec.cli_checks import check_file, check_sources, check_target, checkpoint_directory, draft_directory
+from modelopt_spec.cli_checks import (
+    check_file,
+    check_sources,
+    check_target,
+    check_unused,
+    checkpoint_directory,
+    draft_directory,
+)
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a directory that is not empty.")]
 EngineNames = Annotated[list[str] | None, typer.Option("--engine", help="vllm, sglang, tensorrt_llm, llama.cpp.")]
@@ -122,6 +129,8 @@ def distill(
 
     For an engine that does not serve the head that it has.
     """
+    checkpoint = checkpoint_directory(checkpoint)
+    check_unused(out)
     result = call(
         "checkpoints.distill:distill",
         checkpoint_directory(checkpoint),

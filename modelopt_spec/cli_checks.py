@@ -22,6 +22,7 @@ __all__ = [
     "check_recipe_data",
     "check_sources",
     "check_target",
+    "check_unused",
     "checkpoint_directory",
     "draft_directory",
     "load_checked",
@@ -86,6 +87,16 @@ def _inside(path: Path, names: Sequence[str] = (DESCRIPTION, CONFIG)) -> str:
     """A hint at drafters one directory further down."""
     found = sorted(part for part in path.iterdir() if part.is_dir() and any((part / name).is_file() for name in names))
     return f". Did you mean {' or '.join(str(part) for part in found[:3])}?" if found else ""
+
+
+def check_unused(run_dir: Path) -> None:
+    """The directory of a new run holds no other one.
+
+    Raises:
+        CheckpointError: it does; this command does not go on with a run.
+    """
+    if (run_dir / "report.json").exists() or any(run_dir.glob("checkpoint-*")):
+        raise CheckpointError(f"{run_dir} holds another run: name another directory, or remove it")
 
 
 # ---- files and targets -----------------------------------------------------------------------------------------------

@@ -160,7 +160,8 @@ def build_splits(
                 "raise the share or name a data.validation source"
             )
     if not train.kept:
-        raise DataError(f"no training row is left: {train.report().summary()}; e.g. {train.examples}")
+        shown = "; ".join(f"{reason}, for example {example}" for reason, example in train.examples.items())
+        raise DataError(f"no training row is left: {train.report().summary()}{f'; {shown}' if shown else ''}")
     return splits
 
 

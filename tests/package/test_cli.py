@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -148,6 +150,12 @@ MISTAKES = {
     "missing rounds": (["simulate", "no.jsonl", "--loads", "1"], "mtsp evaluate --rounds"),
     "rounds that are none": (["simulate", "broken.jsonl", "--loads", "1"], "broken.jsonl:1"),
     "unknown engine": (["export", "run/drafter", "out", "--engine", "vlm"], "vllm"),
+    "distillation over a run": (["distill", "run", "run"], "run holds another run: name another directory"),
+    "no row is left": (
+        ["data", "inspect", "rows.jsonl", "--target", "target", "--set", "exclude_prompts=rows.jsonl"],
+        "no training row is left",
+    ),
+    "cache of nothing": (["data", "cache", "recipe.yaml", "data.train=no.jsonl", "--out", "cache"], "'no.jsonl'"),
     "export over something": (["export", "run/drafter", "target"], "--overwrite"),
     "export of nothing": (["export", "empty", "out"], "empty is no checkpoint"),
     "check of nothing": (["check", "empty"], "empty/config.json"),
@@ -235,6 +243,72 @@ print(json.dumps(late))
 def test_a_run_directory_stands_for_its_drafter(place: Path) -> None:
     assert cli_checks.checkpoint_directory(place / "run") == place / "run" / "drafter"
     assert cli_checks.checkpoint_directory(place / "run" / "drafter") == place / "run" / "drafter"
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![a-z-])")
+COMMAND = re.compile(r"mtsp ((?:data )?[a-z][a-z-]+)")
+ENGINES = ("checkpoints/engines/", "scheduling/export.py", "scheduling/ship.py", "scheduling/engine_tables.py")
+"""Where options of vLLM, SGLang and llama.cpp are written."""
+FOREIGN = {
+    "reports/page.py": {"--line", "--soft", "--accent"},  # names of a style sheet
+    "drafter/experts_parallel.py": {"--all-to-all", "--experts"},  # arrows of a drawing
+    "targets/megatron_model.py": {"--make-vocab-size-divisible-by"},
+    "training/recipe.py": {"--make-vocab-size-divisible-by"},
+    "targets/packaged.py": {"--no-deps", "--force-reinstall"},
+    "targets/remote.py": {"--speculative-config", "--kv-transfer-config"},
+}
+"""Options of other programs, and what looks like one."""
+
+
+def options_of_commands() -> dict[str, tuple[set[str], str]]:
+    """Of each command: its options, and everything that its help says."""
+    found = {}
+    group = typer.main.get_command(cli.application())
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        for part in command.commands.values() if hasattr(command, "commands") else [command]:
+            label = name if part is command else f"{name} {part.name}"
+            names = {name for param in part.params for name in [*param.opts, *param.secondary_opts]}
+            texts = [part.help or "", *(getattr(param, "help", "") or "" for param in part.params)]
+            found[label] = (names, "\n".join(texts))
+    return found
+
+
+def test_help_names_only_options_that_the_command_has() -> None:
+    found = options_of_commands()
+    for name, (options, text) in found.items():
+        for quoted in re.findall(r"`mtsp ([^`]+)`", text):
+            words = quoted.split()
+            label = " ".join(words[:2]) if words[0] == "data" else words[0].split("/")[0]
+            assert label in found, f"{name}: there is no mtsp {label}"
+            assert set(FLAG.findall(quoted)) <= found[label][0], f"{name}: {quoted}"
+        own = re.sub(r"`mtsp [^`]+`", "", text)
+        assert set(FLAG.findall(own)) <= options, f"{name}: {set(FLAG.findall(own)) - options}"
+
+
+def test_messages_name_only_options_and_commands_that_exist() -> None:
+    found = options_of_commands()
+    known = set().union(*(options for options, _ in found.values())) | {"--debug", "--help", "--version"}
+    root = Path(cli.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        name = str(file.relative_to(root))
+        if name.startswith(ENGINES):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            strange = set(FLAG.findall(node.value)) - known - FOREIGN.get(name, set())
+            assert not strange, f"{name}:{node.lineno} names {strange}"
+            for command in COMMAND.findall(node.value):
+                here = command in found or command.split()[0] in found or command == "data"
+                assert here, f"{name}:{node.lineno} names `mtsp {command}`"
+
+
+def test_the_group_of_data_commands_promises_what_it_has() -> None:
+    group = typer.main.get_command(cli.application()).commands["data"]  # type: ignore[attr-defined]
+    for name in group.commands:
+        assert name in (group.help or "").lower(), f"the help of mtsp data leaves out {name}"
+    words = set(re.findall(r"[a-z]+", (group.help or "").lower().split(" training data")[0])) - {"and"}
+    assert words == set(group.commands)
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:
