@@ -133,7 +133,7 @@ def distill(
     check_unused(out)
     result = call(
         "checkpoints.distill:distill",
-        checkpoint_directory(checkpoint),
+        checkpoint,
         out,
         head=head,
         steps=steps,
