@@ -21,6 +21,17 @@ TWICE = (
     "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(10)\n"
     "except KeyboardInterrupt:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(10)\n"
 )
+IGNORED = (
+    "import os, signal, time\n"
+    "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(10)\n"
+    "except BaseException:\n    pass\n"
+    "time.sleep(100)\n"
+)
+WAITING = (
+    "import os, signal, threading, time\n"
+    "threading.Thread(target=time.sleep, args=(100,)).start()\n"
+    "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n"
+)
 
 
 def mtsp(place: Path, module: str, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,6 +40,7 @@ def mtsp(place: Path, module: str, source: str, *arguments: str) -> subprocess.C
     code = (
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path[:0] = [{str(place)!r}]\nsys.argv[0] = 'mtsp'\n"
+        "from modelopt_spec import interrupts\ninterrupts.GRACE_SECONDS = 2.0\n"
         "from modelopt_spec.__main__ import main\nmain()"
     )
     return subprocess.run(
@@ -38,11 +50,15 @@ def mtsp(place: Path, module: str, source: str, *arguments: str) -> subprocess.C
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=60,
     )
 
 
-@pytest.mark.parametrize("source", [PRESS, SWALLOWED, TWICE], ids=["at once", "as another error", "twice"])
+@pytest.mark.parametrize(
+    "source",
+    [PRESS, SWALLOWED, TWICE, IGNORED, WAITING],
+    ids=["at once", "as another error", "twice", "swallowed", "while a thread runs on"],
+)
 @pytest.mark.parametrize("module", ["typer", "torch"], ids=["at the start", "inside a command"])
 def test_ctrl_c_is_one_line(tmp_path: Path, module: str, source: str) -> None:
     done = mtsp(tmp_path, module, source, "heads")
