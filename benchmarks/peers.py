@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import modelopt.torch.speculative as mtsp_peer
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.step_sizes import StepSizes
+from benchmarks.step_sizes import Step, StepSizes
 
 HEADS = {
     "none": {"projector_type": "dflash"},
@@ -20,7 +18,7 @@ HEADS = {
 }
 
 
-def modelopt_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> Callable[[], None]:
+def modelopt_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> Step:
     """One forward and backward of nvidia-modelopt's drafter on cached features, as a function of nothing.
 
     The target is reduced to its embedding and output projection (ModelOpt's offline mode), as in ours. Its rotary
@@ -79,8 +77,7 @@ def modelopt_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> Cal
         "base_model_hidden_states": inputs["last_hidden"],
     }
 
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
+    def work() -> None:
         result = model(
             input_ids=inputs["input_ids"],
             attention_mask=torch.ones_like(inputs["input_ids"]),
@@ -89,4 +86,4 @@ def modelopt_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> Cal
         )
         result.loss.backward()
 
-    return step
+    return Step(model, work)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -77,10 +78,28 @@ def sgemm_rate() -> float:
     return 2 * 2.0 * 1536**3 / (time.process_time() - started)
 
 
-def peak_bytes(step: Callable[[], None]) -> int:
-    """Most bytes of tensors that a step holds above what stood before it, gradients included."""
+@dataclass(frozen=True)
+class Step:
+    """One training step of somebody's drafter."""
+
+    module: nn.Module
+    work: Callable[[], None]
+    """Forward and backward."""
+
+    def __call__(self) -> None:
+        """The step as training takes it: old gradients are dropped first."""
+        self.module.zero_grad(set_to_none=True)
+        self.work()
+
+
+def peak_bytes(step: Step) -> int:
+    """Most bytes of tensors that a step holds above what stood before it, its gradients included.
+
+    Old gradients are freed first: freeing them inside would count below nothing.
+    """
+    step.module.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
+        step.work()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     held = peak = 0

@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from benchmarks.peers import modelopt_step
-from benchmarks.step_sizes import StepSizes, needed_flops, peak_bytes, sgemm_rate
+from benchmarks.step_sizes import Step, StepSizes, needed_flops, peak_bytes, sgemm_rate
 from modelopt_spec.config import LossConfig
 from modelopt_spec.conversion import MODES
 from modelopt_spec.drafter.drafter import build_drafter
@@ -79,7 +79,7 @@ def make_inputs(sizes: StepSizes) -> dict[str, Tensor]:
     }
 
 
-def our_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> tuple[Callable[[], None], dict[str, int]]:
+def our_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> tuple[Step, dict[str, int]]:
     """One step of this package as a function, and the counts that its floor is made of."""
     torch.manual_seed(0)
     config = MODES[MODE_OF[head]](
@@ -110,8 +110,7 @@ def our_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> tuple[Ca
     )
     features = TargetFeatures(inputs["taps"], inputs["last_hidden"])
 
-    def step() -> None:
-        drafter.zero_grad(set_to_none=True)
+    def work() -> None:
         blocks = make_blocks(inputs["input_ids"], inputs["loss_mask"], anchors, keep, settings)
         output = drafter(features, blocks)
         rows = gather_rows(output, blocks, features.last_hidden if weights.needs_target else None)
@@ -124,7 +123,7 @@ def our_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> tuple[Ca
         "positions": positions,
         "context_pairs": int(anchors.sum()) * sizes.block,
     }
-    return step, counts
+    return Step(drafter, work), counts
 
 
 def cpu_seconds(step: Callable[[], None]) -> float:

@@ -5,6 +5,7 @@ Legend: B batch, S context positions, N blocks, K slots, D hidden, R head rank, 
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -181,11 +182,9 @@ class Drafter(nn.Module, ABC):
 
     def forward(self, features: TargetFeatures, blocks: BlockBatch, position_ids: Tensor | None = None) -> BlockOutput:
         """The training pass over teacher-forced blocks."""
-        hidden, confidence_hidden = self.encode(self.context(features.taps), blocks, position_ids)
-        if self.head is None:
-            return BlockOutput(hidden, None, self.confidence(confidence_hidden, blocks.prev_ids))
-        with self.head.one_lookup():
-            latents = self.head.latents(blocks.prev_ids, hidden)
+        with contextlib.nullcontext() if self.head is None else self.head.one_lookup(blocks.prev_ids):
+            hidden, confidence_hidden = self.encode(self.context(features.taps), blocks, position_ids)
+            latents = None if self.head is None else self.head.latents(blocks.prev_ids, hidden)
             return BlockOutput(hidden, latents, self.confidence(confidence_hidden, blocks.prev_ids))
 
     def confidence(self, confidence_hidden: Tensor, prev_ids: Tensor) -> Tensor | None:

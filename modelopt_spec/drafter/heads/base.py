@@ -98,15 +98,20 @@ class CorrectionHead(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} embeds no previous token")
 
     @contextmanager
-    def one_lookup(self) -> Iterator[None]:
-        """Inside, :meth:`prev_embedding` of the same tensor of ids runs once: each lookup costs a dense gradient."""
+    def one_lookup(self, prev_ids: Tensor) -> Iterator[None]:
+        """Inside, :meth:`prev_embedding` of this tensor of ids is looked up once: each lookup costs a dense gradient.
+
+        It is looked up at once, so that this gradient, as large as the vocabulary, is made last in the backward pass,
+        when the activations of all that follows here are gone.
+        """
         lookup = self.prev_embedding
         found: dict[str, Tensor] = {}
 
-        def remembered(prev_ids: Tensor) -> Tensor:
-            if found.get("ids") is not prev_ids:
-                found.update(ids=prev_ids, embedding=lookup(prev_ids))
-            return found["embedding"]
+        def remembered(ids: Tensor) -> Tensor:
+            return found["embedding"] if ids is prev_ids and found else lookup(ids)
+
+        if self.uses_prev_embedding:
+            found["embedding"] = lookup(prev_ids)
 
         self.__dict__["prev_embedding"] = remembered
         try:
