@@ -20,28 +20,36 @@ MESSAGES = (
 )
 """Beginnings of the warnings, as regular expressions."""
 
-_GENERATION = "transformers.generation.configuration_utils"
-_MIN_P = "generation flags are not valid and may be ignored: ['min_p']"
-"""Logged for a greedy answer of a target whose generation config names a min_p."""
+LOGGED = {
+    "transformers.generation.configuration_utils": "generation flags are not valid and may be ignored: ['min_p']",
+    "transformers.generation.utils": "Both `min_new_tokens` (=0) and `min_length`(=0) seem to have been set",
+}
+"""Parts of what is logged, by logger: about fields that a neutral generation config holds at values of no effect."""
 
 
-class _NotMinP(logging.Filter):
+class _Without(logging.Filter):
+    """Lets everything through but one message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self.message = message
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return _MIN_P not in record.getMessage()
+        return self.message not in record.getMessage()
 
 
 @contextlib.contextmanager
 def filtered(*, everything: bool = False) -> Iterator[None]:
-    """Leave :data:`MESSAGES` out while the block runs; with ``everything`` they are shown as well."""
+    """Leave :data:`MESSAGES` and :data:`LOGGED` out while the block runs; with ``everything`` they are shown too."""
     if everything:
         yield
         return
-    logger, min_p = logging.getLogger(_GENERATION), _NotMinP()
-    logger.addFilter(min_p)
-    try:
-        with warnings.catch_warnings():
-            for message in MESSAGES:
-                warnings.filterwarnings("ignore", message=message)
-            yield
-    finally:
-        logger.removeFilter(min_p)
+    with contextlib.ExitStack() as stack:
+        for name, message in LOGGED.items():
+            logger, without = logging.getLogger(name), _Without(message)
+            logger.addFilter(without)
+            stack.callback(logger.removeFilter, without)
+        stack.enter_context(warnings.catch_warnings())
+        for message in MESSAGES:
+            warnings.filterwarnings("ignore", message=message)
+        yield

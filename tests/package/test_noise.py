@@ -58,3 +58,11 @@ def test_importing_what_converts_is_silent() -> None:
         check=True,
     )
     assert done.stderr == ""
+
+
+def test_loggers_are_as_before_afterwards() -> None:
+    loggers = [logging.getLogger(name) for name in noise.LOGGED]
+    before = [list(logger.filters) for logger in loggers]
+    with noise.filtered():
+        assert all(len(logger.filters) == len(old) + 1 for logger, old in zip(loggers, before, strict=True))
+    assert [logger.filters for logger in loggers] == before
