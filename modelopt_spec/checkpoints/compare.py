@@ -184,7 +184,7 @@ def difference(ours: BlockResult, theirs: BlockResult, context: int) -> Comparis
     elif ours.confidence is not None and theirs.confidence is not None:
         same_shape = ours.confidence.shape == theirs.confidence.shape
         differences = (ours.confidence.double() - theirs.confidence.double()).abs() if same_shape else None
-        confidence = float("inf") if differences is None else float(differences.max())
+        confidence = float("inf") if differences is None else float(differences.detach().max())
     return Comparison(
         context=context,
         hidden=relative(theirs.hidden, ours.hidden),
