@@ -10,7 +10,11 @@ import typer
 
 from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit
 from modelopt_spec.cli_checks import (
+    FORMATS,
+    check_choice,
+    check_engines,
     check_file,
+    check_place,
     check_sources,
     check_target,
     check_unused,
@@ -46,6 +50,8 @@ def export(
     A second reader must compute the same blocks from the files before they appear.
     """
     checkpoint = checkpoint_directory(checkpoint)
+    check_engines(engine)
+    check_place(out, overwrite=overwrite)
     check_file(scheduler, "--scheduler is a scheduler.json of `mtsp calibrate` or `mtsp profile`")
     check_file(gguf, "--gguf is the target's GGUF file")
     report = call(
@@ -94,6 +100,9 @@ def quantize(
     """
     checkpoint = checkpoint_directory(checkpoint)
     check_target(target)
+    check_choice("--format", format, FORMATS)
+    check_engines(engine)
+    check_place(out, overwrite=overwrite)
     check_sources([*prompts, *(calibration or [])])
     model, tokenizer = call("checkpoints.opening:open_checkpoint", checkpoint, target, device=device_of(device))
     report = call(
@@ -166,6 +175,7 @@ def check(
     Exit status 1 on any disagreement.
     """
     directory = draft_directory(directory)
+    check_engines(engine)
     check_target(target)
     name = target or call("checkpoints.opening:recorded_target", directory)
     model = call("targets.load:load_target", name) if name else None
@@ -199,6 +209,7 @@ def import_draft(
     The checkpoint trains on, evaluates and exports as if it had been trained here.
     """
     source = draft_directory(source)
+    check_place(out, overwrite=overwrite)
     check_target(target)
     account = call(
         "checkpoints.importing:import_checkpoint",

@@ -11,13 +11,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelopt_spec.errors import CheckpointError, ConfigError, DataError
+from modelopt_spec.errors import CheckpointError, ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from modelopt_spec.training.recipe import Recipe
 
 __all__ = [
+    "DTYPES",
+    "FORMATS",
+    "check_choice",
+    "check_engines",
     "check_file",
+    "check_place",
     "check_recipe",
     "check_recipe_data",
     "check_sources",
@@ -29,6 +34,12 @@ __all__ = [
 ]
 
 DESCRIPTION, CONFIG = "drafter.json", "config.json"
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama.cpp")
+ENGINE_ALIASES = ("llama_cpp", "llamacpp", "llama-cpp", "trtllm", "tensorrt-llm")
+FORMATS = ("fp8", "nvfp4", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Names that the registries of the package hold, which cannot be asked without importing torch; a test compares."""
+
 _STEP = re.compile(r"checkpoint-(\d+)$")
 
 
@@ -97,6 +108,40 @@ def check_unused(run_dir: Path) -> None:
     """
     if (run_dir / "report.json").exists() or any(run_dir.glob("checkpoint-*")):
         raise CheckpointError(f"{run_dir} holds another run: name another directory, or remove it")
+
+
+# ---- names and places ----------------------------------------------------------------------------------------------
+
+
+def check_choice(option: str, value: str | None, known: Sequence[str], aliases: Sequence[str] = ()) -> None:
+    """A name out of a list.
+
+    Raises:
+        ConfigError: it is not on it.
+    """
+    if value is not None and value not in (*known, *aliases):
+        raise ConfigError(f"{option} is {value!r}.{nearest(value, known)} Known: {', '.join(known)}")
+
+
+def check_engines(names: Sequence[str] | None) -> None:
+    """Names of engines.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    for name in names or ():
+        check_choice("--engine", name, ENGINES, ENGINE_ALIASES)
+
+
+def check_place(out: Path, *, overwrite: bool) -> None:
+    """A directory to write to.
+
+    Raises:
+        CheckpointError: something is there, and ``overwrite`` is not asked for.
+    """
+    from modelopt_spec.checkpoints.atomic import check_free
+
+    check_free(out, overwrite=overwrite)
 
 
 # ---- files and targets -----------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import typer
 from modelopt_spec import cli_checkpoints, cli_data, cli_moe, cli_plan, cli_report
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
 from modelopt_spec.cli_checks import (
+    DTYPES,
+    check_choice,
     check_file,
     check_recipe,
     check_sources,
@@ -34,9 +36,14 @@ def _open(checkpoint: Path, target: str | None, dtype: str, device: str | None) 
 
 
 def _look(
-    checkpoint: Path, target: str | None, prompts: list[str] | None = None, scheduler: Path | None = None
+    checkpoint: Path,
+    target: str | None,
+    dtype: str,
+    prompts: list[str] | None = None,
+    scheduler: Path | None = None,
 ) -> Path:
     """The directory of the drafter, once everything that a command reads is there."""
+    check_choice("--dtype", dtype, DTYPES)
     directory = checkpoint_directory(checkpoint)
     check_target(target)
     check_sources(prompts or ())
@@ -62,7 +69,7 @@ def generate(
     json_path: Json = None,
 ) -> None:
     """Answer one prompt: the target's own tokens, drafted."""
-    checkpoint = _look(checkpoint, target, scheduler=scheduler)
+    checkpoint = _look(checkpoint, target, dtype, scheduler=scheduler)
     model, tokenizer = _open(checkpoint, target, dtype, device)
     result = call(
         "decoding.answer:answer",
@@ -116,7 +123,7 @@ def evaluate(
         "seed": seed,
         "quiet": quiet,
     }
-    checkpoint = _look(checkpoint, target, prompts, scheduler)
+    checkpoint = _look(checkpoint, target, dtype, prompts, scheduler)
     against = checkpoint_directory(against) if against is not None else None
     model, tokenizer = _open(checkpoint, target, dtype, device)
     if against is not None:
@@ -215,7 +222,7 @@ def calibrate(
     json_path: Json = None,
 ) -> None:
     """Calibrate the confidence head on held-out prompts."""
-    checkpoint = _look(checkpoint, target, prompts if rounds is None else None)
+    checkpoint = _look(checkpoint, target, dtype, prompts if rounds is None else None)
     check_file(rounds, "--rounds is a round file of `mtsp evaluate --rounds` or `mtsp calibrate --rounds-out`")
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(
@@ -271,7 +278,7 @@ def profile(
     json_path: Json = None,
 ) -> None:
     """Measure step times of this machine: the cost table."""
-    checkpoint = _look(checkpoint, target)
+    checkpoint = _look(checkpoint, target, dtype)
     batches, lengths = _numbers(requests, "--requests"), _numbers(contexts, "--contexts")
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(

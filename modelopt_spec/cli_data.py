@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from modelopt_spec.cli import Device, Json, Quiet, call, console, device_of, emit, print_table
-from modelopt_spec.cli_checks import check_recipe_data, check_sources, check_target, load_checked
+from modelopt_spec.cli_checks import check_place, check_recipe_data, check_sources, check_target, load_checked
 
 app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
 
@@ -43,6 +43,7 @@ def prepare(
     config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
     check_sources(sources)
     check_target(target)
+    check_place(out, overwrite=overwrite)
     tokenizer = call("targets.load:load_tokenizer", target)
     data = call("data:prepare", config, tokenizer, out, overwrite=overwrite, quiet=quiet)
     if not quiet:

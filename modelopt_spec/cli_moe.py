@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, emit
-from modelopt_spec.cli_checks import checkpoint_directory
+from modelopt_spec.cli_checks import check_place, checkpoint_directory
 
 __all__ = ["export_beside"]
 
@@ -27,9 +27,11 @@ def export_beside(
 
     Engines look for such drafts in the target's own directory.
     """
+    checkpoint = checkpoint_directory(checkpoint)
+    check_place(out, overwrite=overwrite)
     report = call(
         "checkpoints.beside_target:export_beside_target",
-        checkpoint_directory(checkpoint),
+        checkpoint,
         target,
         out,
         dtype=dtype,

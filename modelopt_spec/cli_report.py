@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, emit
+from modelopt_spec.errors import CheckpointError
 
 
 def report(
@@ -22,6 +23,8 @@ def report(
     Shows whatever the directory holds: training curves, evaluations, calibration, step times, simulated throughput,
     comparisons, exports, and where all of it came from.
     """
+    if not run_dir.is_dir():
+        raise CheckpointError(f"{run_dir} is not a directory: name a run's output_dir (it holds report.json)")
     result = call("reports.page:write_report", run_dir, out, more=include or [])
     if not quiet and str(json_path) != "-":
         typer.echo(f"{result['file']}: {', '.join(result['sections'])}")

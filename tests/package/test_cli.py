@@ -142,7 +142,12 @@ MISTAKES = {
     "broken prompts": (["evaluate", "run", "--prompts", "broken.jsonl"], "broken.jsonl"),
     "wrong K": (["evaluate", "run", "--prompts", "rows.jsonl", "-k", "9"], "num_draft_tokens is 9"),
     "K that is no number": (["evaluate", "run", "--prompts", "rows.jsonl", "-k", "x"], "'x'"),
-    "bad dtype": (["evaluate", "run", "--prompts", "rows.jsonl", "--dtype", "int7"], "dtype is 'int7'"),
+    "bad dtype": (["evaluate", "run", "--prompts", "rows.jsonl", "--dtype", "int7"], "--dtype is 'int7'"),
+    "unknown format": (
+        ["quantize", "run", "out", "--format", "fp9", "--prompts", "rows.jsonl"],
+        "--format is 'fp9'. Did you mean 'fp8'?",
+    ),
+    "report of no directory": (["report", "no"], "no is not a directory"),
     "bad device": (["evaluate", "run", "--prompts", "rows.jsonl", "--device", "foo"], "--device is 'foo'"),
     "negative temperature": (["generate", "run", "hi", "--temperature", "-1"], "temperature is -1"),
     "numbers that are none": (["profile", "run", "--requests", "a,b"], "--requests is 'a,b'"),
@@ -209,6 +214,12 @@ CHEAP = (
     "import of nothing",
     "no ranks",
     "unknown GPU",
+    "unknown engine",
+    "unknown format",
+    "bad dtype",
+    "export over something",
+    "report of no directory",
+    "distillation over a run",
 )
 """Mistakes that are told before anything heavy is imported."""
 
@@ -238,6 +249,18 @@ print(json.dumps(late))
     )
     assert json.loads(done.stdout) == {}
     assert done.stderr.count("error: ") == len(CHEAP)
+
+
+def test_names_that_are_checked_early_are_those_of_the_registries() -> None:
+    from modelopt_spec.checkpoints.engines import _ALIASES
+    from modelopt_spec.checkpoints.engines import ENGINES as engines
+    from modelopt_spec.checkpoints.quantise import FORMATS as formats
+    from modelopt_spec.targets.load import _DTYPES
+
+    assert set(cli_checks.ENGINES) == set(engines)
+    assert set(cli_checks.ENGINE_ALIASES) == set(_ALIASES)
+    assert set(cli_checks.FORMATS) == set(formats)
+    assert set(cli_checks.DTYPES) == set(_DTYPES)
 
 
 def test_a_run_directory_stands_for_its_drafter(place: Path) -> None:
