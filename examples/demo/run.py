@@ -74,6 +74,7 @@ def main() -> None:
         limit=options.prompts,
         max_new_tokens=options.max_new_tokens,
         control=True,
+        quiet=False,
     )
     draft = options.out / "draft"
     mtsp.export(result.checkpoint, draft, engines=["llama.cpp", "vllm"], dtype="float32", overwrite=True, quiet=True)
