@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelopt_spec import cli_checks, cli_run, interrupts
+from modelopt_spec.errors import ConfigError
 from modelopt_spec.versions import __version__
 
 app = typer.Typer(
@@ -67,8 +68,6 @@ def device_of(device: str | None) -> str:
     """The device asked for, else the first GPU, else the CPU; an error where it is not there."""
     import torch
 
-    from modelopt_spec.errors import ConfigError
-
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -113,6 +112,12 @@ def train(
     json_path: Json = None,
 ) -> None:
     """Train a drafter from a recipe."""
+    planning = {"--gpu": gpu, "--gpus": gpus if gpus > 1 else None, "--rows": rows, "--row-tokens": row_tokens}
+    given = [name for name, value in planning.items() if value is not None]
+    if given and not dry_run:
+        raise ConfigError(
+            f"{given[0]} is for --dry-run, which only plans: torchrun or accelerate start several ranks"
+        )
     loaded = cli_checks.load_checked(recipe, overrides or [])
     if dry_run:
         options: dict[str, Any] = {"resume": resume, "gpu": gpu, "gpus": gpus, "rows": rows, "row_tokens": row_tokens}
