@@ -115,9 +115,7 @@ def train(
     planning = {"--gpu": gpu, "--gpus": gpus if gpus > 1 else None, "--rows": rows, "--row-tokens": row_tokens}
     given = [name for name, value in planning.items() if value is not None]
     if given and not dry_run:
-        raise ConfigError(
-            f"{given[0]} is for --dry-run, which only plans: torchrun or accelerate start several ranks"
-        )
+        raise ConfigError(f"{given[0]} is for --dry-run, which only plans: torchrun or accelerate start several ranks")
     loaded = cli_checks.load_checked(recipe, overrides or [])
     if dry_run:
         options: dict[str, Any] = {"resume": resume, "gpu": gpu, "gpus": gpus, "rows": rows, "row_tokens": row_tokens}
