@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import matplotlib
 import yaml
 
+from modelopt_spec.errors import CheckpointError
 from modelopt_spec.reports import comparison, evaluation, scheduling, training
 from modelopt_spec.reports.run import Found, RunFiles, collect
 from modelopt_spec.versions import versions
@@ -65,7 +67,7 @@ def write_report(
     Raises:
         CheckpointError: nothing of this package is in the directory.
     """
-    run = collect(directory, more)
+    run = _understood(collect(directory, more))
     destination = Path(out) if out is not None else run.directory / "report.html"
     text, sections = _page(run)
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +81,21 @@ def write_report(
 def render(run: RunFiles) -> str:
     """The page's text."""
     return _page(run)[0]
+
+
+def _understood(run: RunFiles) -> RunFiles:
+    """The run without files that say what they are and hold something else: of another version, or edited by hand."""
+    files, strange = [], list(run.unreadable)
+    for found in run.files:
+        try:
+            _page(replace(run, files=(found,)))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            strange.append((found.path, f"not what {found.content['kind']} holds ({type(error).__name__}: {error})"))
+        else:
+            files.append(found)
+    if not files:
+        raise CheckpointError("; ".join(f"{path}: {reason}" for path, reason in strange))
+    return replace(run, files=tuple(files), unreadable=tuple(strange))
 
 
 def _page(run: RunFiles) -> tuple[str, list[str]]:

@@ -39,7 +39,7 @@ EXECUTED = [
 
 SUBSTITUTES = {
     "dspark/smollm2_135m": "tiny.yaml",
-    "examples/demo/data/heldout.jsonl": "prompts.jsonl",
+    "builtin://demo/heldout.jsonl": "prompts.jsonl",
     "2000": "2",
     "--limit 8": "--limit 2 --max-new-tokens 8",
     '"What is speculative decoding?"': "What --max-new-tokens 8",

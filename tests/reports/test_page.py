@@ -232,6 +232,21 @@ def test_nothing_to_show(tmp_path: Path) -> None:
         collect(tmp_path, [tmp_path / "missing.json"])
 
 
+def test_files_of_another_version_are_named_and_left_out(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(training_report()))
+    (tmp_path / "comparison.json").write_text(
+        json.dumps({"kind": "mtsp.recipe_comparison", "entries": [{"label": "x"}]})
+    )
+    result = write_report(tmp_path)
+    assert [Path(source["path"]).name for source in result["sources"]] == ["report.json"]
+    assert "comparison.json cannot be read and is left out: not what mtsp.recipe_comparison holds (KeyError" in (
+        Path(result["file"]).read_text()
+    )
+    (tmp_path / "report.json").unlink()
+    with pytest.raises(CheckpointError, match=r"comparison\.json: not what mtsp\.recipe_comparison holds"):
+        write_report(tmp_path)
+
+
 def test_running_mean() -> None:
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
     assert running_mean([1.0, 3.0], 1) == [1.0, 3.0]
