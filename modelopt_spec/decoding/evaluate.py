@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_spec import noise
 from modelopt_spec.checkpoints.store import fingerprint
 from modelopt_spec.data.chat import ChatRenderer
 from modelopt_spec.data.config import DataConfig
@@ -61,6 +62,7 @@ __all__ = ["EVALUATION_KIND", "evaluate"]
 EVALUATION_KIND = "mtsp.evaluation"
 
 
+@noise.filtered()
 def evaluate(
     model: nn.Module,
     tokenizer: Any,

@@ -49,6 +49,20 @@ def test_a_correction_can_lift_an_unlikely_token():
     assert int(search.best(0, torch.tensor([0.0, -1.0, 0.0]))) == 4000
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_all_rows_share_does_not_widen_the_bounds(dtype: torch.dtype):
+    """A trained W_out: one large common row, small differences; the search must still skip nearly all of it."""
+    torch.manual_seed(0)
+    vocab, rank = 256 * PrunedArgmax.CHUNK, 16
+    weight = (2.0 * torch.randn(rank) + 0.1 * torch.randn(vocab, rank)).to(dtype)
+    base, latents = 3 * torch.randn(8, vocab), torch.randn(8, rank).to(dtype)
+    search = PrunedArgmax(weight)
+    search.start(base)
+    found = [int(search.best(k, latents[k])) for k in range(8)]
+    assert found == (base + nn.functional.linear(latents, weight)).argmax(-1).tolist()
+    assert max(len(search.candidates(k, latents[k])) for k in range(8)) < vocab // 50
+
+
 def test_when_it_is_used():
     large = nn.Linear(64, 2**13, bias=False)
     assert PrunedArgmax.pays(large, 1)
