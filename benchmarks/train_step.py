@@ -1,5 +1,6 @@
 """One drafter step (forward and backward, cached features, float32, one thread) of every head: against the floor of its
-needed multiplications, and against nvidia-modelopt in the same process. `make bench` runs it.
+needed multiplications, and against nvidia-modelopt, and speculators and SpecForge where they are installed, in the same
+process. `make bench` runs it.
 
 Peers are interleaved with ours, repetition by repetition; times are CPU seconds, figures are medians. Writes JSON and a
 figure.
@@ -12,7 +13,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
+from benchmarks.optional_peers import OPTIONAL_PEERS, installed
 from benchmarks.peers import modelopt_step
 from benchmarks.step_sizes import Step, StepSizes, needed_flops, peak_bytes, sgemm_rate
 from modelopt_spec.config import LossConfig
@@ -132,13 +134,21 @@ def cpu_seconds(step: Callable[[], None]) -> float:
     return time.process_time() - started
 
 
-def measure(head: str, sizes: StepSizes, repeats: int, peer: bool) -> dict[str, Any]:
+PEERS: dict[str, Callable[[str, StepSizes, dict[str, Tensor]], Step | None]] = {
+    "modelopt": modelopt_step,
+    **OPTIONAL_PEERS,
+}
+
+
+def measure(head: str, sizes: StepSizes, repeats: int, peers: Sequence[str]) -> dict[str, Any]:
     """Medians of interleaved repetitions, and peak bytes of one step each."""
     inputs = make_inputs(sizes)
     ours, counts = our_step(head, sizes, inputs)
     steps = {"ours": ours}
-    if peer:
-        steps["modelopt"] = modelopt_step(head, sizes, inputs)
+    for name in peers:
+        step = PEERS[name](head, sizes, inputs)
+        if step is not None:
+            steps[name] = step
     times: dict[str, list[float]] = {name: [] for name in steps}
     floors = []
     for step in steps.values():
@@ -151,19 +161,21 @@ def measure(head: str, sizes: StepSizes, repeats: int, peer: bool) -> dict[str, 
             times[name].append(elapsed / floor)
             if name == "ours":
                 floors.append(floor)
-    result: dict[str, Any] = {
+    peak = {name: peak_bytes(step) / 2**20 for name, step in steps.items()}
+    others = [name for name in steps if name != "ours"]
+    return {
         "head": head,
         "sizes": asdict(sizes),
         **counts,
         "gflop": flops / 1e9,
         "floor_seconds": statistics.median(floors),
         "over_floor": {name: statistics.median(values) for name, values in times.items()},
-        "peak_mib": {name: peak_bytes(step) / 2**20 for name, step in steps.items()},
+        "peak_mib": peak,
+        "time_ratio": {
+            name: statistics.median(a / b for a, b in zip(times["ours"], times[name], strict=True)) for name in others
+        },
+        "peak_ratio": {name: peak["ours"] / peak[name] for name in others},
     }
-    if peer:
-        result["time_ratio"] = statistics.median(a / b for a, b in zip(times["ours"], times["modelopt"], strict=True))
-        result["peak_ratio"] = result["peak_mib"]["ours"] / result["peak_mib"]["modelopt"]
-    return result
 
 
 def sweep(heads: list[str], size: str) -> list[tuple[str, StepSizes]]:
@@ -179,13 +191,17 @@ def sweep(heads: list[str], size: str) -> list[tuple[str, StepSizes]]:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Bars of time over the floor, ours beside the peer's."""
+    """Bars of time over the floor, ours beside the peers'."""
     labels = [f"{r['head']}\nN{r['sizes']['anchors']} S{r['sizes']['seq']} V{r['sizes']['vocab']}" for r in results]
     figure, axes = plt.subplots(figsize=(max(6, 0.9 * len(results)), 4), layout="constrained")
     places = range(len(results))
-    axes.bar([p - 0.2 for p in places], [r["over_floor"]["ours"] for r in results], 0.4, label="modelopt-spec")
-    theirs = [r["over_floor"].get("modelopt", 0.0) for r in results]
-    axes.bar([p + 0.2 for p in places], theirs, 0.4, label="nvidia-modelopt")
+    names = ["ours", *PEERS]
+    names = [name for name in names if any(name in result["over_floor"] for result in results)]
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        heights = [result["over_floor"].get(name, 0.0) for result in results]
+        label = "modelopt-spec" if name == "ours" else name
+        axes.bar([place + (number + 0.5) * width - 0.4 for place in places], heights, width, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(ylabel="time over the matmul floor", xticks=list(places))
     axes.set_xticklabels(labels, fontsize=7)
@@ -199,11 +215,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sweep", choices=["quick", "axes", "full"], default="axes", help="quick: N 64 only")
     parser.add_argument("--resume", action="store_true", help="keep what the output file holds and measure the rest")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--peers", help="modelopt, speculators, specforge; default: modelopt, and what is installed")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    found = ["modelopt", *filter(installed, OPTIONAL_PEERS)]
+    peers = found if options.peers is None else [name for name in options.peers.split(",") if name]
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "train_step.json"
     results: list[dict[str, Any]] = json.loads(file.read_text())["results"] if options.resume and file.exists() else []
@@ -211,14 +229,13 @@ def main() -> None:
     for head, sizes in sweep(options.heads.split(","), options.sweep):
         if (head, asdict(sizes)) in done:
             continue
-        result = measure(head, sizes, options.repeats, not options.no_peers)
+        result = measure(head, sizes, options.repeats, peers)
         results.append(result)
-        over = result["over_floor"]
+        over, peak = result["over_floor"], result["peak_mib"]
         line = f"{head:8} N {sizes.anchors:3} S {sizes.seq:4} V {sizes.vocab:6}  over floor {over['ours']:.2f}"
-        if "time_ratio" in result:
-            line += f"  modelopt {over['modelopt']:.2f}  time ratio {result['time_ratio']:.2f}"
-            line += f"  peak {result['peak_mib']['ours']:.0f} / {result['peak_mib']['modelopt']:.0f} MiB"
-            line += f" = {result['peak_ratio']:.2f}"
+        line += f"  peak {peak['ours']:.0f} MiB"
+        for name, ratio in result["time_ratio"].items():
+            line += f"  {name} {over[name]:.2f} = time {ratio:.2f}, peak {result['peak_ratio'][name]:.2f}"
         print(line, flush=True)
         summary = {"versions": versions(), "repeats": options.repeats, "results": results}
         file.write_text(json.dumps(summary, indent=1) + "\n")

@@ -18,6 +18,8 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parents[2]
 HEADS_RESULT = ROOT / "docs" / "results" / "heads" / "comparison.json"
 STEP_RESULT = ROOT / "docs" / "results" / "speed" / "train_step.json"
+PEERS = {"modelopt": "ModelOpt", "speculators": "speculators", "specforge": "SpecForge"}
+"""Peers of `benchmarks/train_step.py`, as tables call them."""
 DECODE_RESULT = ROOT / "docs" / "results" / "speed" / "decode.json"
 
 
@@ -298,18 +300,29 @@ def step_table(path: Path) -> str:
     if not path.is_file():
         return _missing(path)
     measured = json.loads(path.read_text(encoding="utf-8"))
+    heads = ["none", "vanilla", "gated", "rnn", "gru"]
+
+    def place(result: dict[str, Any]) -> tuple[int, ...]:
+        sizes = result["sizes"]
+        return sizes["vocab"], sizes["seq"], sizes["anchors"], heads.index(result["head"])
+
     rows = []
-    for result in measured["results"]:
+    for result in sorted(measured["results"], key=place):
         sizes, over, peak = result["sizes"], result["over_floor"], result["peak_mib"]
-        place = [result["head"], sizes["anchors"], sizes["seq"], sizes["vocab"], f"{result['floor_seconds']:.2f}"]
-        theirs = ["", "", "", ""]
-        if "modelopt" in over:
-            theirs = [f"{over['modelopt']:.2f}", f"{result['time_ratio']:.2f}"]
-            theirs += [f"{peak['modelopt']:.0f}", f"{result['peak_ratio']:.2f}"]
-        rows.append([*place, f"{over['ours']:.2f}", *theirs[:2], f"{peak['ours']:.0f}", *theirs[2:]])
-    head = ["head", "N", "S", "V", "floor, s", "time / floor", "ModelOpt / floor", "time / ModelOpt"]
-    head += ["peak, MiB", "ModelOpt's peak, MiB", "peak / ModelOpt"]
-    return "\n".join([*_table(head, rows), "", f"Medians of {measured['repeats']}."]) + "\n"
+        row = [result["head"], sizes["anchors"], sizes["seq"], sizes["vocab"], f"{result['floor_seconds']:.2f}"]
+        row += [f"{over['ours']:.2f}", f"{peak['ours']:.0f}"]
+        for name in PEERS:
+            if name in over:
+                row += [f"{over[name]:.2f}", f"{result['time_ratio'][name]:.2f}", f"{result['peak_ratio'][name]:.2f}"]
+            else:
+                row += ["", "", ""]
+        rows.append(row)
+    head = ["head", "N", "S", "V", "floor, s", "time / floor", "peak, MiB"]
+    for title in PEERS.values():
+        head += [f"{title} / floor", f"time / {title}", f"peak / {title}"]
+    shown = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    table = _table([head[column] for column in shown], [[row[column] for column in shown] for row in rows])
+    return "\n".join([*table, "", f"Medians of {measured['repeats']}."]) + "\n"
 
 
 def decode_table(path: Path) -> str:
