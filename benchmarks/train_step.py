@@ -178,8 +178,11 @@ def measure(head: str, sizes: StepSizes, repeats: int, peers: Sequence[str]) -> 
     }
 
 
-def sweep(heads: list[str], size: str) -> list[tuple[str, StepSizes]]:
-    """Heads and sizes. quick: N 64; axes: each of N, S and V varied alone; full: all combinations."""
+def sweep(heads: list[str], size: str, named: Sequence[str] = ()) -> list[tuple[str, StepSizes]]:
+    """Heads and sizes. quick: N 64; axes: each of N, S and V varied alone; full: all combinations.
+
+    ``named`` sizes ("N,S,V") take the place of all of these.
+    """
     base = StepSizes()
     points = [base]
     if size == "axes":
@@ -187,6 +190,9 @@ def sweep(heads: list[str], size: str) -> list[tuple[str, StepSizes]]:
         points.append(replace(base, vocab=VOCABS[1]))
     if size == "full":
         points = [replace(base, anchors=n, seq=s, vocab=v) for v in VOCABS for s in SEQS for n in ANCHORS]
+    if named:
+        numbers = [[int(number) for number in name.split(",")] for name in named]
+        points = [replace(base, anchors=n, seq=s, vocab=v) for n, s, v in numbers]
     return [(head, sizes) for sizes in points for head in heads]
 
 
@@ -214,6 +220,7 @@ def main() -> None:
     parser.add_argument("--heads", default="none,vanilla,gated,rnn,gru")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sweep", choices=["quick", "axes", "full"], default="axes", help="quick: N 64 only")
+    parser.add_argument("--size", action="append", default=[], help="N,S,V to measure instead of a sweep; repeatable")
     parser.add_argument("--resume", action="store_true", help="keep what the output file holds and measure the rest")
     parser.add_argument("--peers", help="modelopt, speculators, specforge; default: modelopt, and what is installed")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
@@ -226,7 +233,7 @@ def main() -> None:
     file = options.out / "train_step.json"
     results: list[dict[str, Any]] = json.loads(file.read_text())["results"] if options.resume and file.exists() else []
     done = [(result["head"], result["sizes"]) for result in results]
-    for head, sizes in sweep(options.heads.split(","), options.sweep):
+    for head, sizes in sweep(options.heads.split(","), options.sweep, options.size):
         if (head, asdict(sizes)) in done:
             continue
         result = measure(head, sizes, options.repeats, peers)
