@@ -32,6 +32,8 @@ def write_all(directory: Path) -> list[Path]:
         "settings.md": settings_page(),
         "heads_table.md": heads_table(HEADS_RESULT),
         "step_table.md": step_table(STEP_RESULT),
+        "step_peers_table.md": step_table(STEP_RESULT.with_name("train_step_peers.json")),
+        "step_kept_table.md": step_table(STEP_RESULT.with_name("train_step_kept_memory.json")),
         "decode_table.md": decode_table(DECODE_RESULT),
     }
     written = []
