@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from modelopt_spec import cli_checks, cli_run, interrupts
+from modelopt_spec.arguments import MAX_RANKS, MAX_ROWS
+from modelopt_spec.consoles import stdout_console
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.text_files import finite
 from modelopt_spec.versions import __version__
 
 app = typer.Typer(
@@ -26,14 +28,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-console = Console(width=None if sys.stdout.isatty() else 200)
+console = stdout_console()
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No tables and no progress bars.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file ('-' for stdout).")]
 Target = Annotated[str | None, typer.Option("--target", help="Target model; default: the one it was trained for.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]
-Limit = Annotated[int | None, typer.Option("--limit", help="Prompts of each file.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Prompts of each file.")]
 
 
 def call(path: str, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +48,7 @@ def emit(result: Any, json_path: Path | None) -> None:
     """Write a result where --json asks for it."""
     if json_path is None:
         return
-    text = json.dumps(result, indent=2, default=str) + "\n"
+    text = json.dumps(finite(result), indent=2, default=str, allow_nan=False) + "\n"
     if str(json_path) == "-":
         sys.stdout.write(text)
     else:
@@ -101,12 +103,14 @@ def train(
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="With --dry-run: h100, l4 ...; default: this machine's, or its CPU.")
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="With --dry-run: ranks that will train.")] = 1,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=1, max=MAX_RANKS, help="With --dry-run: ranks that will train.")
+    ] = 1,
     rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="With --dry-run: rows that do not exist yet.")
+        int | None, typer.Option("--rows", min=1, max=MAX_ROWS, help="With --dry-run: rows that do not exist yet.")
     ] = None,
     row_tokens: Annotated[
-        int | None, typer.Option("--row-tokens", min=1, help="With --dry-run: mean length of those rows.")
+        int | None, typer.Option("--row-tokens", min=1, max=MAX_ROWS, help="With --dry-run: mean length of those rows.")
     ] = None,
     quiet: Quiet = False,
     json_path: Json = None,

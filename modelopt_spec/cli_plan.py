@@ -7,13 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from modelopt_spec.arguments import MAX_RANKS, MAX_ROWS
 from modelopt_spec.cli import Json, Quiet, call, console, emit
 from modelopt_spec.cli_checks import check_file, load_checked
 from modelopt_spec.training.machine import check_gpu
 
-Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Plan so many rows that do not exist yet.")]
-RowTokens = Annotated[int | None, typer.Option("--row-tokens", min=1, help="Mean length of those rows.")]
-Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Ranks that train.")]
+Rows = Annotated[
+    int | None, typer.Option("--rows", min=1, max=MAX_ROWS, help="Plan so many rows that do not exist yet.")
+]
+RowTokens = Annotated[int | None, typer.Option("--row-tokens", min=1, max=MAX_ROWS, help="Mean length of those rows.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, max=MAX_RANKS, help="Ranks that train.")]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="h100, a100-80gb, l4 ...; default: this machine's, or its CPU.")]
 
 

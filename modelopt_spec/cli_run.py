@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from modelopt_spec import interrupts, noise
+from modelopt_spec.consoles import PIPE_WIDTH
 from modelopt_spec.errors import SpecError
 from modelopt_spec.progress import heartbeat
 
@@ -45,9 +46,6 @@ USER_MISTAKE, FAILED, INTERRUPTED = 2, 1, interrupts.STATUS
 
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's UsageError, wherever typer takes Click from."""
-
-PIPE_WIDTH = 200
-"""Columns of a table that nobody looks at: enough that no cell is cut."""
 
 
 class CommandPath(TyperGroup):

@@ -34,6 +34,15 @@ __all__ = [
 Algorithm = Literal["dflash", "dspark", "domino"]
 
 
+_NUMBERS = {
+    "int": "a whole number",
+    "<class 'int'>": "a whole number",
+    "float": "a number",
+    "<class 'float'>": "a number",
+}
+"""Annotations of number fields, as they print, and what messages call them."""
+
+
 class SpecConfig(BaseModel, Mapping[str, Any]):  # type: ignore[misc]
     """Frozen base of all configs; an unknown key is an error that suggests the nearest known one.
 
@@ -74,7 +83,17 @@ class SpecConfig(BaseModel, Mapping[str, Any]):  # type: ignore[misc]
                         f"Known fields: {', '.join(cls.model_fields)}"
                     )
                     raise SettingError(cls.noun or cls.__name__, [Problem((), text)])
+            cls._refuse_switches(data)
         return data
+
+    @classmethod
+    def _refuse_switches(cls, data: Mapping[str, Any]) -> None:
+        """Refuse true and false where a number belongs: Python would take them for 1 and 0."""
+        for key, value in data.items():
+            field = cls.model_fields.get(key) if isinstance(value, bool) else None
+            wanted = _NUMBERS.get(str(field.annotation).removesuffix(" | None")) if field is not None else None
+            if wanted is not None:
+                raise SettingError(cls.noun or cls.__name__, [Problem((key,), f"is {value}: it must be {wanted}")])
 
     def model_dump(self, **kwargs: Any) -> dict[str, Any]:
         """Plain JSON types by default: what ModelOpt's state and our checkpoints hold."""

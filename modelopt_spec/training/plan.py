@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from modelopt_spec.arguments import MAX_RANKS, MAX_ROWS, number, whole_number
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.data.cache_plan import estimate_cache
 from modelopt_spec.data.dataset import load_datasets
@@ -85,10 +86,11 @@ def plan(
         ConfigError: an unknown GPU, or a mistake in the recipe. DataError: the recipe's data cannot be read.
     """
     check_gpu(gpu)
-    if not 0 < efficiency <= 1:
-        raise ConfigError(f"efficiency is {efficiency}: give a share of the peak, above 0 and at most 1")
-    if gpus < 1:
-        raise ConfigError(f"gpus is {gpus}: give the number of ranks that will train, at least 1")
+    number("efficiency", efficiency, 0, 1, above=True, wanted="a share of the peak, above 0 and at most 1")
+    whole_number("gpus", gpus, 1, MAX_RANKS, ": the ranks that will train")
+    for name, value in (("rows", rows), ("row_tokens", row_tokens)):
+        if value is not None:
+            whole_number(name, value, 1, MAX_ROWS)
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     model = meta_target(loaded)
     drafter = _meta_drafter(model, loaded)

@@ -17,10 +17,12 @@ from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field, model_validator
 from yaml import YAMLError
 
+from modelopt_spec.arguments import check_seed
 from modelopt_spec.config import MODES, LossConfig, SpecConfig
 from modelopt_spec.data.config import CacheConfig, DataConfig
 from modelopt_spec.errors import ConfigError, nearest
 from modelopt_spec.setting_errors import Problem, SettingError
+from modelopt_spec.text_files import read_text
 from modelopt_spec.training.trainer_fields import check_values, trainer_fields
 
 __all__ = [
@@ -90,6 +92,11 @@ def _check_numbers(section: dict[str, Any]) -> None:
         if not (math.isfinite(value) and value >= 0) or (key == "learning_rate" and value == 0):
             wanted = "a positive number" if key == "learning_rate" else "0 or a positive number"
             raise ConfigError(f"training.{key} is {section[key]!r}: it must be {wanted}")
+    for key in ("seed", "data_seed"):
+        if section.get(key) is not None:
+            check_seed(f"training.{key}", section[key])
+    if section.get("output_dir") is not None and not str(section["output_dir"]).strip():
+        raise ConfigError("training.output_dir is empty: name a directory, or leave it out (runs/mtsp)")
     if section.get("max_steps") == 0:
         raise ConfigError("training.max_steps is 0: give the number of optimizer steps, or -1 for whole epochs")
 
@@ -126,6 +133,7 @@ class TrainingSection(SpecConfig):
                 )
                 raise SettingError(cls.noun, [Problem((), text)])
         if isinstance(data, dict):
+            cls._refuse_switches(data)
             # YAML reads an unquoted `no` as false, which none of the strategies knows.
             data = {key: "no" if value is False and key in STRATEGIES else value for key, value in data.items()}
             data = check_values(data)
@@ -263,7 +271,7 @@ def _one_line(error: YAMLError) -> str:
 
 def _read(path: Path) -> Any:
     """What a YAML file holds; files that use what ModelOpt adds to YAML (imports, schemas) go through its loader."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, "a recipe in YAML", ConfigError)
     if any(mark in text for mark in ("$import", "modelopt-schema:", "\n---")):
         from modelopt.torch.opt.config_loader import load_config
 
@@ -271,12 +279,33 @@ def _read(path: Path) -> Any:
     return yaml.safe_load(text)
 
 
+def _listed(overrides: Any) -> list[str]:
+    """Overrides as a list.
+
+    Raises:
+        ConfigError: one text, a mapping, or entries that are no text.
+    """
+    fix = "give a list of 'key.path=value', for example ['training.max_steps=4']"
+    if not isinstance(overrides, list | tuple):
+        raise ConfigError(f"overrides is {str(overrides)[:80]!r}, a {type(overrides).__name__}: {fix}")
+    for entry in overrides:
+        if not isinstance(entry, str):
+            raise ConfigError(f"overrides holds {entry!r}, a {type(entry).__name__}: {fix}")
+    return list(overrides)
+
+
 def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Load a recipe by built-in name or file path and apply ``key.path=value`` overrides.
 
     Raises:
-        ConfigError: no such recipe, an unknown key, or a value that does not fit.
+        ConfigError: no such recipe, an unknown key, a value that does not fit, or arguments of another kind.
     """
+    if not isinstance(recipe, str | Path):
+        raise ConfigError(
+            f"recipe is a {type(recipe).__name__}: give a built-in name, the path of a YAML file or a Recipe "
+            "(modelopt_spec.training.recipe.Recipe(**sections) makes one of a mapping)"
+        )
+    overrides = _listed(overrides)
     path = Path(recipe)
     builtin = _builtin_root() / f"{recipe}.yaml"
     chosen = path if path.is_file() else builtin if builtin.is_file() else None
@@ -297,6 +326,8 @@ def load_recipe(recipe: str | Path, overrides: list[str] | tuple[str, ...] = ())
     for entry in overrides:
         if "=" not in entry or entry.startswith("="):
             raise ConfigError(f"override {entry!r} is not of the form key.path=value")
+        if entry.endswith("="):
+            raise ConfigError(f"override {entry!r} has no value: give one, or write {entry}null for none")
         try:
             OmegaConf.from_dotlist([entry])
         except YAMLError as error:

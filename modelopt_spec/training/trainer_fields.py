@@ -57,6 +57,8 @@ def check_values(section: dict[str, Any]) -> dict[str, Any]:
         if kind not in _NUMBERS or (optional == "None" and value is None):
             continue
         wanted, words = _NUMBERS[kind]
+        if isinstance(value, bool) and wanted is not bool:
+            raise ConfigError(f"training.{key} is {value}: it must be {words}")
         try:
             checked[key] = TypeAdapter(wanted).validate_python(value)
         except ValidationError:
