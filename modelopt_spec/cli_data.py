@@ -9,12 +9,13 @@ import typer
 
 from modelopt_spec.cli import Device, Json, Quiet, call, console, device_of, emit, print_table
 from modelopt_spec.cli_checks import check_place, check_recipe_data, check_sources, check_target, load_checked
+from modelopt_spec.errors import ConfigError
 
 app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
 
 Sources = Annotated[list[str], typer.Argument(help="JSONL or parquet files, directories, or `datasets` names.")]
 TargetName = Annotated[str, typer.Option("--target", help="Whose tokenizer and chat template.")]
-MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of a row.")]
+MaxLength = Annotated[int, typer.Option("--max-length", min=8, help="Tokens of a row.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="More data settings, key=value; repeatable.")]
 
 
@@ -75,8 +76,6 @@ def regenerate(
 
 
 def _local_model(name: str | None, config: Any) -> Any:
-    from modelopt_spec.errors import ConfigError
-
     if not name:
         raise ConfigError("neither --server nor --model is given: name a server's URL, or the target to run in process")
     check_target(name)
@@ -92,26 +91,45 @@ def inspect(
     sources: Sources,
     target: TargetName,
     max_length: MaxLength = 2048,
-    rows: Annotated[int, typer.Option("--rows", help="Rows to show with their supervised tokens marked.")] = 2,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show, supervised tokens marked.")] = 2,
+    rejects: Annotated[
+        Path | None, typer.Option("--rejects", help="Write the rows that cannot be used here (JSON lines).")
+    ] = None,
     figure: Annotated[Path | None, typer.Option("--figure", help="Write histograms here.")] = None,
     settings: Settings = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
-    """Show what a drafter would be taught: marked rows, lengths, supervision, looping."""
+    """Show what a drafter would be taught: marked rows, lengths, supervision, looping.
+
+    Rows that cannot be used are counted by reason, however many there are.
+    """
     config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
     check_sources(sources)
     check_target(target)
+    if rejects is not None and any(rejects.resolve() == Path(source).expanduser().resolve() for source in sources):
+        raise ConfigError(f"--rejects {rejects} is a source: name another file")
     tokenizer = call("targets.load:load_tokenizer", target)
-    data = call("data:load_datasets", config, tokenizer, quiet=quiet)
-    result = call("data:inspect_rows", data.train, data.train_report)
+    tolerant = config.replace(max_bad_share=1.0)
+    data = call("data:load_datasets", tolerant, tokenizer, quiet=quiet, rejects=rejects)
+    report = data.train_report
+    result = call("data:inspect_rows", data.train, report)
     if not quiet:
         for index in range(min(rows, len(data.train))):
             console.print(call("data:marked_row", data.train[index], tokenizer))
             console.rule()
-        typer.echo(data.train_report.summary())
+        typer.echo(report.summary())
         keys = ("samples", "tokens", "supervised_tokens", "looping_share")
         print_table("data", ["", ""], [[key, result[key]] for key in keys if result.get(key) is not None])
+        left_out = sorted(report.skipped.items(), key=lambda item: -item[1])
+        if left_out:
+            shown = [[reason, count, report.examples.get(reason, "")] for reason, count in left_out]
+            print_table("rows left out", ["reason", "rows", "for example"], shown)
+        if report.bad_share > config.max_bad_share:
+            typer.echo(
+                f"{report.bad} of {report.rows_read} rows cannot be used: training stops there, as that is more than "
+                f"data.max_bad_share {config.max_bad_share}"
+            )
     if figure is not None:
         call("reports.data:data_figure", result, figure)
     emit(result, json_path)

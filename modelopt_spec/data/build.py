@@ -26,7 +26,7 @@ from modelopt_spec.data.messages import Conversation, RowError, first_prompt, pa
 from modelopt_spec.data.ordering import KeyedRow, RowOrder, hash_share, row_key
 from modelopt_spec.data.packing import pack_samples
 from modelopt_spec.data.report import FILTERED, DataReport
-from modelopt_spec.data.sources import read_prompts, read_rows
+from modelopt_spec.data.sources import LINES, place, read_prompts, read_rows
 from modelopt_spec.data.store import Sample, SampleStore
 from modelopt_spec.data.workers import TokenizedRow, render_chunks
 from modelopt_spec.errors import DataError
@@ -83,22 +83,25 @@ class Split:
 class _Rejects:
     """Counts rows that are left out and writes the unusable ones to a file."""
 
-    def __init__(self, limit: float, path: Path | None) -> None:
+    def __init__(self, limit: float, path: Path | None, told: Path | None = None) -> None:
+        """Args: limit: of the share; path: the file, if any; told: where it will be once the run has failed."""
         self.limit = limit
         self.path = path
+        self.told = told or path
         self._file: IO[str] | None = None
 
     def add(self, split: Split, source: str, index: int, error: RowError) -> None:
         split.skipped[error.reason] += 1
         if error.reason in FILTERED:
             return
-        split.examples.setdefault(error.reason, f"{source}:{index}: {error.detail}")
+        split.examples.setdefault(error.reason, f"{place(source, index)}: {error.detail}")
         if self.path is None:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close())
-        entry = {"source": source, "row": index, "reason": error.reason, "detail": error.detail}
+        line = {"line": index + 1} if source.endswith(LINES) else {}
+        entry = {"source": source, "row": index, **line, "reason": error.reason, "detail": error.detail}
         self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def check(self, split: Split, examined: int) -> None:
@@ -106,7 +109,7 @@ class _Rejects:
         if examined and bad / examined > self.limit:
             worst = {r: n for r, n in split.skipped.most_common() if r not in FILTERED}
             lines = "; ".join(f"{reason} {count} (e.g. {split.examples[reason]})" for reason, count in worst.items())
-            where = f"; all of them: {self.path}" if self.path else ""
+            where = f"; all of them: {self.told}" if self.told else ""
             self.close()
             raise DataError(
                 f"{bad} of {examined} rows of {split.name} cannot be used, more than data.max_bad_share "
@@ -124,6 +127,9 @@ def build_splits(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path | None = None,
     progress: Progress | None = None,
+    *,
+    rejects_file: Path | None = None,
+    rejects_told: Path | None = None,
 ) -> dict[str, Split]:
     """Build the splits that a configuration asks for.
 
@@ -132,6 +138,8 @@ def build_splits(
         tokenizer: of the target.
         directory: where Arrow shards, rejects and temporary files go; without it everything stays in memory.
         progress: called with a stage name and the number of rows that went through it.
+        rejects_file: where unusable rows are written, instead of the directory's ``rejects.jsonl``.
+        rejects_told: where the caller moves that file when the rows cannot be used, for the message.
 
     Returns:
         ``train`` and, if held-out rows are asked for, ``validation``; each with its dataset.
@@ -141,7 +149,8 @@ def build_splits(
     """
     train = Split("train", SampleStore(directory and directory / "train", packed=config.pack))
     validation = Split("validation", SampleStore(directory and directory / "validation"))
-    rejects = _Rejects(config.max_bad_share, directory and directory / "rejects.jsonl")
+    path = rejects_file or (directory and directory / "rejects.jsonl")
+    rejects = _Rejects(config.max_bad_share, path, rejects_told)
     excluded = {
         " ".join(turn.split()) for path in config.exclude_prompts for turns in read_prompts(path) for turn in turns
     }

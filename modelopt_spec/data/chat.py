@@ -18,6 +18,7 @@ from modelopt_spec.data.messages import Conversation, RowError, parse_row
 from modelopt_spec.data.template import ChatTemplate, RenderedRow
 from modelopt_spec.data.tokens import EncodedRow, RowTokenizer
 from modelopt_spec.errors import DataError
+from modelopt_spec.text_files import read_text
 
 __all__ = ["ChatRenderer", "CutRow", "TokenRow", "render_prompt", "render_row"]
 
@@ -207,7 +208,7 @@ def template_text(value: str | None) -> str | None:
     path = Path(value)
     if not path.is_file():
         raise DataError(f"data.chat_template is {value!r}: no such file, and not Jinja text either")
-    return path.read_text(encoding="utf-8")
+    return read_text(path, "a file of Jinja text (data.chat_template)")
 
 
 def render_row(

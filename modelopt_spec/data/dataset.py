@@ -38,6 +38,7 @@ __all__ = [
     "tokenizer_fingerprint",
 ]
 
+REJECTS = "rejects.jsonl"
 MANIFEST = "data.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 VERSION = 1
@@ -93,29 +94,64 @@ def load_rows(
     return data.train, data.train_report
 
 
-def load_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, quiet: bool = False) -> TokenData:
+def load_datasets(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    quiet: bool = False,
+    rejects: str | Path | None = None,
+) -> TokenData:
     """Both splits of a configuration.
 
     Sets of up to ``data.memory_mb`` of text are made in memory. Larger ones, and `datasets` names, are prepared once in
     ``data.cache_dir`` (else the user's cache directory) and mapped from there, so memory stays flat while training.
     A directory that :func:`prepare` wrote is opened as it is.
+
+    Args:
+        config: the ``data`` section.
+        tokenizer: the target's.
+        quiet: no progress bar.
+        rejects: write the unusable rows here as JSON lines: ``source``, ``row`` (and of JSON lines ``line``),
+            ``reason``, ``detail``. Empty where every row can be used.
+
+    Raises:
+        DataError: no usable row, too many bad ones, or a source that cannot be read.
     """
+    file = None if rejects is None else Path(rejects).expanduser()
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("", encoding="utf-8")
     if not config.train:
         raise DataError("data.train is empty: name at least one file, directory or data set")
     if len(config.train) == 1 and (Path(config.train[0].path).expanduser() / MANIFEST).is_file():
-        return open_prepared(config.train[0].path, tokenizer, config)
+        prepared = Path(config.train[0].path).expanduser()
+        _copy_rejects(prepared, file)
+        return open_prepared(prepared, tokenizer, config)
     sizes = [source_bytes(source) for source in (*config.train, *config.validation)]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes) and sum(known) <= config.memory_mb << 20 and config.cache_dir is None:
         with _bar("data", quiet) as advance:
-            splits = build_splits(config, tokenizer, progress=advance)
+            splits = build_splits(config, tokenizer, progress=advance, rejects_file=file)
         return _token_data(splits, _identity(tokenizer, config))
     directory = Path(config.cache_dir).expanduser() if config.cache_dir else _cache_root()
     target = directory / f"rows-{_cache_key(config, tokenizer)}"
     with _only_one(target):
         if not (target / MANIFEST).is_file():
             prepare(config, tokenizer, target, quiet=quiet)
-    return open_prepared(target, tokenizer, config)
+    _copy_rejects(target, file)
+    data = open_prepared(target, tokenizer, config)
+    for split, report in (("train", data.train_report), ("validation", data.validation_report)):
+        if report is not None and report.bad_share > config.max_bad_share:
+            raise DataError(
+                f"{report.bad} of {report.rows_read} rows of {split} cannot be used, more than data.max_bad_share "
+                f"{config.max_bad_share}: {report.examples}; all of them: {target / REJECTS}"
+            )
+    return data
+
+
+def _copy_rejects(directory: Path, file: Path | None) -> None:
+    if file is not None and (directory / REJECTS).is_file():
+        shutil.copyfile(directory / REJECTS, file)
 
 
 def prepare(
@@ -138,9 +174,10 @@ def prepare(
         raise DataError(f"{str(out)!r} exists already: choose another directory or allow overwriting")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+    failed = out.parent / f"{out.name}.rejects.jsonl"
     try:
         with _bar("data", quiet) as advance:
-            splits = build_splits(config, tokenizer, partial, advance)
+            splits = build_splits(config, tokenizer, partial, advance, rejects_told=failed)
         manifest = {
             "kind": "mtsp.data",
             "version": VERSION,
@@ -162,8 +199,8 @@ def prepare(
             shutil.rmtree(out)
         os.rename(partial, out)
     except BaseException as error:
-        if (partial / "rejects.jsonl").is_file():
-            os.replace(partial / "rejects.jsonl", out.parent / f"{out.name}.rejects.jsonl")
+        if (partial / REJECTS).is_file():
+            os.replace(partial / REJECTS, failed)
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise DataError(

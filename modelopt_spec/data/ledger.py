@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_spec.errors import DataError
+from modelopt_spec.text_files import read_json_object
 
 __all__ = ["Ledger"]
 
@@ -32,6 +33,12 @@ class Ledger:
         self.settings = json.loads(json.dumps(settings))
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
+            if self.path.stat().st_size and not self.meta_path.is_file():
+                raise DataError(
+                    f"{str(self.path)!r} is no file of answers that this command began (there is no "
+                    f"{self.meta_path.name} beside it), and nothing is appended to other data: name another "
+                    "file, or put the description back"
+                )
             self._lock()
             self.ids = self._recover()
             self._check_settings()
@@ -95,16 +102,24 @@ class Ledger:
                     ids.add(json.loads(line)["id"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise DataError(
-                        f"line {number + 1} of {str(self.path)!r} is damaged ({error}): remove it and run again"
+                        f"line {number + 1} of {str(self.path)!r} is no answer of this command ({error}): the file is "
+                        "damaged or holds other data. Name another file, or restore this one"
                     ) from None
                 good += len(line)
         if good < self.path.stat().st_size:
             os.ftruncate(self._fd, good)
         return ids
 
+    def _settings_before(self) -> dict[str, Any]:
+        """What the description says that the file was begun with."""
+        found = read_json_object(self.meta_path, "another output file, or restore this one").get("settings")
+        if not isinstance(found, dict):
+            raise DataError(f"{str(self.meta_path)!r} has no settings: it is damaged. Name another output file")
+        return found
+
     def _check_settings(self) -> None:
         if self.meta_path.is_file():
-            before = json.loads(self.meta_path.read_text(encoding="utf-8"))["settings"]
+            before = self._settings_before()
             changed = [k for k in {**before, **self.settings} if before.get(k) != self.settings.get(k)]
             if changed and self.ids:
                 name = changed[0]

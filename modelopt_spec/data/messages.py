@@ -132,11 +132,15 @@ def parse_row(row: Mapping[str, Any], answers: bool = True) -> Conversation:
     if raw is None:
         if row.get("text") is None:
             raise RowError("unknown_shape", f"no messages, conversations, prompt or text among {sorted(map(str, row))}")
-        if not isinstance(row["text"], str) or not row["text"].strip():
+        if not isinstance(row["text"], str):
+            raise RowError("content", f"text is text, not {type(row['text']).__name__}")
+        if not row["text"].strip():
             raise RowError("empty", "text is empty")
         return Conversation(text=row["text"])
-    if isinstance(raw, str) or not isinstance(raw, Sequence) or not raw:
-        raise RowError("empty" if not raw else "unknown_shape", "messages must be a list with at least one message")
+    if isinstance(raw, str) or not isinstance(raw, Sequence):
+        raise RowError("unknown_shape", f"messages must be a list of messages, not {type(raw).__name__}")
+    if not raw:
+        raise RowError("empty", "messages must be a list with at least one message")
     messages = [_message(item) for item in raw]
     if isinstance(row.get("system"), str) and row["system"].strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
@@ -155,7 +159,12 @@ def _raw_messages(row: Mapping[str, Any], answers: bool) -> Any:
         if answers:
             raise RowError("prompts_only", "a row of `turns` has prompts but no answers: use it for evaluation")
         turns = row["turns"]
-        return [{"role": "user", "content": turn} for turn in turns] if isinstance(turns, list) else turns
+        if not isinstance(turns, list):
+            raise RowError("content", f"turns is a list of texts, not {type(turns).__name__}")
+        for turn in turns:
+            if not isinstance(turn, str):
+                raise RowError("content", f"a turn is text, not {type(turn).__name__}")
+        return [{"role": "user", "content": turn} for turn in turns]
     return None
 
 
@@ -164,11 +173,17 @@ def _prompt_and_response(row: Mapping[str, Any], answers: bool) -> list[Any]:
     if answer is None and answers:
         raise RowError("prompts_only", "prompt without response or completion")
     prompt = row["prompt"]
-    start = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if answer is None:
-        return start
-    end = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
-    return start + end
+    start = _text_or_messages("prompt", "user", prompt)
+    return start if answer is None else start + _text_or_messages("an answer", "assistant", answer)
+
+
+def _text_or_messages(what: str, role: str, value: Any) -> list[Any]:
+    """A text as one message of a role; a list of messages as it is."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list | tuple):
+        raise RowError("content", f"{what} is text or a list of messages, not {type(value).__name__}")
+    return list(value)
 
 
 def _message(item: Any) -> dict[str, Any]:
@@ -219,6 +234,8 @@ def _parts(parts: Any) -> tuple[str, str]:
         if not isinstance(part, Mapping):
             raise RowError("content", f"a content part is an object, not {type(part).__name__}")
         kind = part.get("type", "text")
+        if not isinstance(kind, str):
+            raise RowError("content", f"the type of a content part is text, not {type(kind).__name__}")
         if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             text.append(part["text"])
         elif kind in _THINKING_PARTS:

@@ -6,6 +6,7 @@ import glob
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,12 +18,13 @@ from modelopt_spec.data.messages import RowError
 from modelopt_spec.errors import DataError, nearest
 from modelopt_spec.targets.hub import offline_if_unreachable
 
-__all__ = ["RawRow", "read_prompts", "read_rows", "source_bytes", "source_files"]
+__all__ = ["RawRow", "place", "read_prompts", "read_rows", "source_bytes", "source_files"]
 
 BUILTIN = "builtin://"
 """Data that ships with the package: ``builtin://demo/train.jsonl``, whatever the working directory is."""
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".parquet")
+LINES = (".jsonl", ".jsonl.gz", ".ndjson")
+_SUFFIXES = (*LINES, ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,18 @@ class RawRow:
     source: str
     """Path or name of the source it came from."""
     index: int
-    """Row (or line) number in that file, from 0."""
+    """Row number in that source, from 0; of JSON lines the line's, blank lines counted."""
     value: Mapping[str, Any] | RowError
+
+    @property
+    def place(self) -> str:
+        """Where a reader finds it: ``file:line``, lines from 1, in JSON lines; else ``file, row n``, rows from 0."""
+        return place(self.source, self.index)
+
+
+def place(source: str, index: int) -> str:
+    """Words for row ``index`` of a source, as :attr:`RawRow.place` has them."""
+    return f"{source}:{index + 1}" if source.endswith(LINES) else f"{source}, row {index}"
 
 
 def source_files(source: SourceConfig) -> list[Path]:
@@ -87,28 +99,32 @@ def read_rows(source: SourceConfig) -> Iterator[RawRow]:
     found = source_files(source)
     for file in found:
         if file.name.endswith(".parquet"):
-            rows: Iterator[Mapping[str, Any] | RowError] = _read_parquet(file)
+            rows: Iterator[tuple[int, Mapping[str, Any] | RowError]] = enumerate(_read_parquet(file))
         elif file.name.endswith(".json"):
-            rows = _read_json(file)
+            rows = enumerate(_read_json(file))
         else:
             rows = _read_jsonl(file)
-        for index, value in enumerate(rows):
+        for index, value in rows:
             yield RawRow(str(file), index, _rename(value, source.columns))
     if not found:
         for index, value in enumerate(_read_datasets(source)):
             yield RawRow(source.path, index, _rename(value, source.columns))
 
 
-def _read_jsonl(file: Path) -> Iterator[Mapping[str, Any] | RowError]:
+def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]]:
+    """Rows and the numbers of their lines, from 0; blank lines are no rows but count."""
     opener = gzip.open if file.name.endswith(".gz") else open
-    with opener(file, "rb") as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                yield RowError("not_json", str(error))
+    try:
+        with opener(file, "rb") as lines:
+            for index, line in enumerate(lines):
+                if not line.strip():
+                    continue
+                try:
+                    yield index, json.loads(line)
+                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                    yield index, RowError("not_json", str(error))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"data source {str(file)!r} is damaged or no gzip file ({error}): copy it again") from None
 
 
 def _read_json(file: Path) -> Iterator[Mapping[str, Any] | RowError]:
@@ -128,10 +144,13 @@ def _read_json(file: Path) -> Iterator[Mapping[str, Any] | RowError]:
 def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(file) as table:
-        for batch in table.iter_batches(batch_size=1000):
-            for row in batch.to_pylist():
-                yield _without_nulls(row)
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1000):
+                for row in batch.to_pylist():
+                    yield _without_nulls(row)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"data source {str(file)!r} is no parquet file that can be read ({error})") from None
 
 
 def _read_datasets(source: SourceConfig) -> Iterator[Mapping[str, Any]]:
@@ -183,9 +202,9 @@ def read_prompts(path: str, limit: int | None = None) -> list[tuple[str, ...]]:
     for row in read_rows(SourceConfig(path=path)):
         if limit is not None and len(prompts) >= limit:
             break
-        turns = [] if isinstance(row.value, RowError) else _turns(row.value)
+        turns = _turns(row.value) if isinstance(row.value, Mapping) else []
         if not turns:
-            raise DataError(f"prompt file {path!r}, row {row.index}: no turns, prompt or user messages in it")
+            raise DataError(f"prompt file {row.place}: no turns, prompt or user messages in it")
         prompts.append(tuple(turns))
     if not prompts:
         raise DataError(f"prompt file {path!r} is empty")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelopt_spec.arguments import check_paths, whole_number
 from modelopt_spec.data.chat import ChatRenderer
 from modelopt_spec.data.config import SourceConfig
 from modelopt_spec.data.messages import Conversation, RowError, parse_row
@@ -90,11 +91,11 @@ def read_prompt_files(paths: str | Path | Sequence[str | Path], limit: int | Non
     Raises:
         DataError: no file, no prompt in one, or a row that cannot be asked; names the file and the row.
     """
-    listed = [paths] if isinstance(paths, str | Path) else list(paths)
+    listed = check_paths("prompts", paths, "a JSONL file with turns, messages, prompt or text")
     if not listed:
         raise DataError("prompts names no file: give at least one JSONL file with turns, messages, prompt or text")
-    if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}: it must be at least 1, or unset for all prompts")
+    if limit is not None:
+        whole_number("limit", limit, 1, note=", or unset for all prompts")
     names = [Path(path).name.removesuffix(".gz").removesuffix(Path(path).suffix) for path in listed]
     files = []
     for path, name in zip(listed, names, strict=True):
@@ -107,9 +108,9 @@ def read_prompt_files(paths: str | Path | Sequence[str | Path], limit: int | Non
                     raise row.value
                 dialogues.append(_dialogue(row.value))
             except RowError as error:
-                raise DataError(f"prompt file {str(path)!r}, row {row.index}: {error}") from None
+                raise DataError(f"prompt file {row.place}: {error}") from None
             if not dialogues[-1].turns:
-                raise DataError(f"prompt file {str(path)!r}, row {row.index}: no user message in it")
+                raise DataError(f"prompt file {row.place}: no user message in it")
         if not dialogues:
             raise DataError(f"prompt file {str(path)!r} holds no prompt")
         unique = name if names.count(name) == 1 else f"{Path(path).parent.name}/{name}"

@@ -187,13 +187,54 @@ def test_one_bad_row_is_counted_and_written_not_fatal(tokenizer, tmp_path) -> No
     assert report.skipped == {"not_json": 1, "role": 1}
     assert report.bad == 2
     rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
-    assert [(entry["row"], entry["reason"]) for entry in rejects] == [(40, "not_json"), (41, "role")]
+    assert [(entry["row"], entry["line"], entry["reason"]) for entry in rejects] == [
+        (40, 41, "not_json"),
+        (41, 42, "role"),
+    ]
+    assert report.examples["role"].startswith(f"{tmp_path / 'a.jsonl'}:42: unknown role")
+
+
+def test_lines_are_counted_as_editors_count_them(tokenizer, tmp_path) -> None:
+    """Blank lines are no rows, but a reader of the message counts them; rows of other files have no lines."""
+    (tmp_path / "a.jsonl").write_text("\n" + json.dumps(rows_of(1)[0]) + "\n\n{not json\n")
+    (tmp_path / "b.json").write_text(json.dumps([*rows_of(2), {"messages": 5}]))
+    file = tmp_path / "new" / "rejects.jsonl"
+    config = DataConfig(train=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")], max_bad_share=1.0)
+    report = load_datasets(config, tokenizer, quiet=True, rejects=file).train_report
+    assert report.examples["not_json"].startswith(f"{tmp_path / 'a.jsonl'}:4: ")
+    assert report.examples["unknown_shape"].startswith(f"{tmp_path / 'b.json'}, row 2: ")
+    assert [(entry["row"], entry.get("line")) for entry in map(json.loads, file.read_text().splitlines())] == [
+        (3, 4),
+        (2, None),
+    ]
+    load_datasets(DataConfig(train=str(tmp_path / "b.json"), max_bad_share=1.0), tokenizer, quiet=True, rejects=file)
+    assert json.loads(file.read_text())["row"] == 2
+    load_datasets(DataConfig(train=write(tmp_path / "c.jsonl", rows_of(3))), tokenizer, quiet=True, rejects=file)
+    assert file.read_text() == ""
+
+
+def test_a_kept_set_is_held_to_the_share_of_the_run_that_opens_it(tokenizer, tmp_path) -> None:
+    rows = [*rows_of(8), {"messages": 5}, {"messages": 5}]
+    config = DataConfig(train=write(tmp_path / "a.jsonl", rows), cache_dir=str(tmp_path / "kept"))
+    file = tmp_path / "rejects.jsonl"
+    load_datasets(config.replace(max_bad_share=1.0), tokenizer, quiet=True, rejects=file)
+    assert [json.loads(line)["line"] for line in file.read_text().splitlines()] == [9, 10]
+    with pytest.raises(DataError, match=r"2 of 10 rows of train .*data.max_bad_share 0.05.*rejects.jsonl"):
+        load_datasets(config, tokenizer, quiet=True)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.json"])
+def test_files_of_another_kind_are_named(name: str, tokenizer, tmp_path) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(DataError, match=f"data source .*{name}"):
+        load_datasets(DataConfig(train=str(tmp_path / name)), tokenizer, quiet=True)
 
 
 def test_too_many_bad_rows_stop_the_run(tokenizer, tmp_path) -> None:
     rows = [*rows_of(40), *[{"messages": []}] * 10]
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows))
-    with pytest.raises(DataError, match=r"10 of 50 rows of train .*max_bad_share 0.05: empty 10"):
+    told = rf"all of them: {tmp_path}/out.rejects.jsonl$"
+    with pytest.raises(DataError, match=r"10 of 50 rows .*0.05: empty 10 \(e.g. \S+a.jsonl:41: .*" + told):
         prepare(config, tokenizer, tmp_path / "out", quiet=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.rejects.jsonl"]
     assert len(load_datasets(config.replace(max_bad_share=0.5), tokenizer, quiet=True).train) == 40
@@ -427,7 +468,7 @@ def test_prompt_files(tmp_path) -> None:
     path = write(tmp_path / "p.jsonl", rows)
     assert read_prompts(path) == [("a", "b"), ("c",), ("d", "f"), ("g",)]
     assert read_prompts(path, limit=1) == [("a", "b")]
-    with pytest.raises(DataError, match="row 1"):
+    with pytest.raises(DataError, match=r"q.jsonl:2: no turns"):
         read_prompts(write(tmp_path / "q.jsonl", [{"prompt": "c"}, {"text": "x"}]))
 
 

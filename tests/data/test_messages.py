@@ -59,6 +59,16 @@ def test_sharegpt_calls_results_and_system() -> None:
         ([], "not_an_object"),
         ({"question": "x"}, "unknown_shape"),
         ({"messages": "Hello"}, "unknown_shape"),
+        ({"messages": 5}, "unknown_shape"),
+        (5, "not_an_object"),
+        ({"prompt": 5, "response": "x"}, "content"),
+        ({"prompt": "x", "response": 5}, "content"),
+        ({"prompt": {"role": "user"}, "response": "x"}, "content"),
+        ({"prompt": [5], "response": "x"}, "content"),
+        ({"text": 5}, "content"),
+        ({"messages": [PLAIN[0], {"role": "assistant", "content": {"text": "x"}}]}, "content"),
+        ({"messages": [{"role": "user", "content": [5]}, PLAIN[1]]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}, PLAIN[1]]}, "content"),
         ({"messages": []}, "empty"),
         ({"text": "  "}, "empty"),
         ({"turns": ["Hello"]}, "prompts_only"),
@@ -84,6 +94,12 @@ def test_reasons(row: object, reason: str) -> None:
     with pytest.raises(RowError) as error:
         parse_row(row)  # type: ignore[arg-type]
     assert error.value.reason == reason
+
+
+@pytest.mark.parametrize("row", [{"prompt": 5}, {"turns": [5]}, {"turns": 5}, {"turns": ["x", {}]}])
+def test_prompts_that_are_no_text(row: dict[str, object]) -> None:
+    with pytest.raises(RowError, match=r"^content: .* text"):
+        parse_row(row, answers=False)
 
 
 def test_digest_sees_everything_that_is_rendered() -> None:

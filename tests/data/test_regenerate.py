@@ -173,6 +173,18 @@ def test_a_ledger_goes_on_only_with_the_same_settings_and_one_writer(tmp_path) -
         Ledger(path, {"temperature": 1.0})
 
 
+@pytest.mark.parametrize("content", ['{"prompt": "Hello"}\n', '{"prompt": "Hel', "plain text\n"])
+def test_a_file_of_other_data_is_neither_appended_to_nor_cut(content: str, tmp_path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(content)
+    with pytest.raises(
+        DataError, match=r"mine.jsonl' is no file of answers that this command began .*name another file"
+    ):
+        Ledger(path, {"temperature": 1.0})
+    assert path.read_text() == content
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.jsonl"]
+
+
 def test_killed_five_times_and_resumed_gives_the_same_rows_once(tmp_path) -> None:
     """The killed process is a child; each time it dies by SIGKILL at another moment."""
     prompts = write(tmp_path / "p.jsonl", prompts_of(240))
