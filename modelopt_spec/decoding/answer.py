@@ -9,8 +9,8 @@ from torch import nn
 
 from modelopt_spec.data.chat import render_prompt
 from modelopt_spec.decoding.generate import generate
-from modelopt_spec.decoding.measure import end_tokens
-from modelopt_spec.errors import ConfigError, DataError
+from modelopt_spec.decoding.measure import check_tokenizer, end_tokens
+from modelopt_spec.errors import DataError
 
 __all__ = ["answer"]
 
@@ -49,12 +49,14 @@ def answer(
         scheduler: a length policy, or the path of a ``scheduler.json``.
 
     Returns:
-        ``text``, ``new_tokens``, ``rounds``, ``tau``, ``tokens_per_second``, ``stopped``, ``token_ids``.
+        ``text``, ``new_tokens``, ``rounds``, ``tau`` (None where no round was needed), ``tokens_per_second``,
+        ``stopped``, ``token_ids``.
     """
+    if not isinstance(prompt, str):
+        raise DataError(f"the prompt is {str(prompt)[:80]!r}, a {type(prompt).__name__}: give one user message as text")
     if not prompt:
         raise DataError("the prompt is empty: there is nothing to answer")
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}: it must be 0 (greedy) or a positive number")
+    check_tokenizer(tokenizer)
     if raw:
         ids = list(tokenizer(prompt)["input_ids"])
     else:
@@ -79,7 +81,7 @@ def answer(
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "new_tokens": len(tokens),
         "rounds": len(result.rounds),
-        "tau": result.tau,
+        "tau": result.tau if result.rounds else None,
         "tokens_per_second": len(tokens) / result.timings.total,
         "stopped": result.stopped[0],
         "token_ids": tokens,

@@ -57,7 +57,7 @@ def run_control(
     measured: Measured,
     warnings: list[str],
 ) -> dict[str, Any]:
-    """The same prompts with shuffled target features; a warning unless tau falls."""
+    """The same prompts with shuffled target features; a warning unless tau falls, or where no round was needed."""
     drafter: Any = model.drafter
     sample = numbered(files, SAMPLE_PROMPTS)
     alone = replace(settings, batch_size=1, probabilities=False, scheduler=None)
@@ -66,6 +66,13 @@ def run_control(
     chosen = {number for number, _ in sample}
     straight = count_prompts([record for record in measured.rounds if record.prompt in chosen])
     tau_shuffled, tau = _tau(shuffled), _tau(straight)
+    result: dict[str, Any] = {"prompts": len(sample), "tau": tau_shuffled, "tau_same_prompts": tau}
+    if tau is None or tau_shuffled is None:
+        warnings.append(
+            f"control: the answers to {len(sample)} prompts needed no round (their first token comes from the target "
+            f"alone; max_new_tokens is {settings.max_new_tokens}), so it says nothing: allow longer answers"
+        )
+        return result | {"difference_interval": None, "falls": None}
     bounds = paired_interval(shuffled, straight, seed=settings.seed)
     falls = (bounds[0] if bounds else tau - tau_shuffled) > 0
     if not falls:
@@ -73,18 +80,12 @@ def run_control(
             f"control: with shuffled target features tau is {tau_shuffled:.2f}, with the right ones {tau:.2f}: the "
             "taps do not reach the drafter (wrong layer ids, a broken cache), or it has not learnt to use them"
         )
-    return {
-        "prompts": len(sample),
-        "tau": tau_shuffled,
-        "tau_same_prompts": tau,
-        "difference_interval": bounds,
-        "falls": bool(falls),
-    }
+    return result | {"difference_interval": bounds, "falls": bool(falls)}
 
 
-def _tau(counts: dict[int, tuple[int, int]]) -> float:
+def _tau(counts: dict[int, tuple[int, int]]) -> float | None:
     rounds = sum(number for number, _ in counts.values())
-    return sum(tokens for _, tokens in counts.values()) / rounds if rounds else float("nan")
+    return sum(tokens for _, tokens in counts.values()) / rounds if rounds else None
 
 
 def run_baseline(

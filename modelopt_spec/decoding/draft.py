@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelopt_spec.arguments import whole_number
 from modelopt_spec.conventions import first_drafting_slot
 from modelopt_spec.decoding.pruned_argmax import PrunedArgmax
 from modelopt_spec.decoding.randomness import RowRandom
 from modelopt_spec.decoding.sampling import Sampling, probabilities
 from modelopt_spec.drafter.drafter import Drafter
-from modelopt_spec.errors import ConfigError
 
 __all__ = ["BlockDrafter", "DraftBlock", "check_num_draft_tokens"]
 
@@ -48,12 +48,10 @@ def check_num_draft_tokens(drafter: Drafter, num_draft_tokens: int | None) -> in
     trained = drafter.num_draft_tokens
     if num_draft_tokens is None:
         return trained
-    if not 1 <= num_draft_tokens <= trained:
-        raise ConfigError(
-            f"num_draft_tokens is {num_draft_tokens}: this drafter's block of {drafter.config.block_size} slots "
-            f"({drafter.config.layout}) drafts 1 to {trained} tokens"
-        )
-    return num_draft_tokens
+    block = f"block of {drafter.config.block_size} slots ({drafter.config.layout})"
+    return whole_number(
+        "num_draft_tokens", num_draft_tokens, 1, trained, f": the drafter's {block} drafts 1 to {trained} tokens"
+    )
 
 
 class BlockDrafter:

@@ -9,12 +9,14 @@ The report (JSON; ``mtsp evaluate`` writes it, the figures and comparisons read 
      "prompts": {"fingerprint": str, "files": [{"name", "path", "sha256", "prompts", "first"}]},
      "results": [{"temperature": float, "pooled": STATS, "files": {name: STATS},
                   "per_prompt": [{"prompt": int, "file": str, "rounds": int, "committed": int, "looping": bool}]}],
-     "control": {"tau", "tau_same_prompts", "difference_interval", "falls": bool} | null,
+     "control": {"tau", "tau_same_prompts", "difference_interval", "falls": bool | null} | null,
      "baseline": {"prompts", "tokens_per_second", "speculative_tokens_per_second", "speedup", "equal_outputs"} | null,
      "warnings": [str]}
 
     STATS = what statistics.round_statistics returns, and {"prompts", "answers", "new_tokens", "looping_share",
              "tau_interval": [low, high] | null, "stopped": {reason: answers}, "tokens_per_second", "seconds": {...}}
+
+Numbers that were not measured are null: tau where no round was needed (answers of one token), and ``falls`` with it.
 
 ``per_prompt`` counts are what two reports are compared by. Prompts are numbered over all files; ``first`` is a file's
 first number. A prompt of several turns is answered turn by turn, its later turns after the target's own answers.
@@ -34,6 +36,7 @@ import torch
 from torch import nn
 
 from modelopt_spec import noise
+from modelopt_spec.arguments import check_seed, number, whole_number
 from modelopt_spec.checkpoints.store import fingerprint
 from modelopt_spec.data.chat import ChatRenderer
 from modelopt_spec.data.config import DataConfig
@@ -44,6 +47,7 @@ from modelopt_spec.decoding.measure import (
     Answer,
     Measured,
     MeasureSettings,
+    check_tokenizer,
     end_tokens,
     measure,
     numbered,
@@ -55,6 +59,7 @@ from modelopt_spec.decoding.statistics import count_prompts, interval, round_sta
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.scheduling.api import open_policy
+from modelopt_spec.text_files import finite
 from modelopt_spec.versions import versions
 
 __all__ = ["EVALUATION_KIND", "evaluate"]
@@ -116,14 +121,20 @@ def evaluate(
     Raises:
         DataError: prompts that cannot be used. ConfigError: settings out of range.
     """
-    files = read_prompt_files(prompts, limit)
-    if not temperatures:
-        raise ConfigError("temperatures is empty: name at least one (0 is greedy)")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}: it must be at least 1")
     drafter = getattr(model, "drafter", None)
     if not isinstance(drafter, Drafter):
         raise ConfigError(f"this {type(model).__name__} has no drafter: convert it or restore a checkpoint first")
+    check_tokenizer(tokenizer)
+    files = read_prompt_files(prompts, limit)
+    if not isinstance(temperatures, Sequence) or isinstance(temperatures, str):
+        raise ConfigError(f"temperatures is {temperatures!r}: it must be a list, for example (0.0, 0.7); 0 is greedy")
+    if not temperatures:
+        raise ConfigError("temperatures is empty: name at least one (0 is greedy)")
+    for temperature in temperatures:
+        number("temperatures", temperature, 0, wanted="0 (greedy) or a positive number")
+    whole_number("batch_size", batch_size, 1)
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    check_seed("seed", seed)
     count = check_num_draft_tokens(drafter, num_draft_tokens)
     policy = open_policy(scheduler, model, tokenizer, gamma=count)
     renderer = ChatRenderer(tokenizer, data_config)
@@ -261,6 +272,12 @@ def _warn(report: dict[str, Any]) -> None:
     """What makes a number suspicious."""
     for result in report["results"]:
         pooled, temperature = result["pooled"], result["temperature"]
+        if not pooled["rounds"]:
+            report["warnings"].append(
+                f"temperature {temperature:g}: no round was needed for {pooled['new_tokens']} tokens in "
+                f"{pooled['answers']} answers, so there is no accepted length: raise max_new_tokens "
+                f"({report['max_new_tokens']}) or ask for longer answers"
+            )
         if pooled["verified_tokens"] and not pooled["accepted_tokens"]:
             report["warnings"].append(
                 f"temperature {temperature:g}: no draft token was accepted in {pooled['rounds']} rounds: an untrained "
@@ -283,7 +300,7 @@ def _save(report: dict[str, Any], out: str | Path | None, figure: str | Path | N
         path = Path(out)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
     if figure is not None:
         from modelopt_spec.reports.evaluation import draw_evaluation

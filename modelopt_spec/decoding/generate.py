@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from modelopt_spec.arguments import whole_number
 from modelopt_spec.decoding.decode_loop import DecodeLoop, Timings
 from modelopt_spec.decoding.draft import BlockDrafter, check_num_draft_tokens
 from modelopt_spec.decoding.randomness import RowRandom
@@ -132,7 +133,10 @@ def generate(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         stop_strings=stop_strings,
+        embedded_ids=target.shape.embedding_rows,
     )
+    if seed is not None:
+        whole_number("seed", seed, 0)
     count = check_num_draft_tokens(drafter, num_draft_tokens)
     scheduler = open_policy(scheduler, model, tokenizer, gamma=count)
     if scheduler is not None and getattr(scheduler, "gamma", count) not in (0, count):
@@ -141,12 +145,7 @@ def generate(
             f"{count}, or pass num_draft_tokens={scheduler.gamma}"
         )
     prompts = _unpad(input_ids, attention_mask, settings)
-    largest = max(max(prompt) for prompt in prompts)
-    if largest >= target.shape.embedding_rows:
-        raise DataError(
-            f"input_ids holds id {largest}, but the target embeds {target.shape.embedding_rows} ids: the tokenizer "
-            "belongs to another model"
-        )
+    _check_range(prompts, target.shape.embedding_rows)
     if hasattr(streamer, "put") and len(prompts) > 1:
         raise ConfigError("a transformers streamer takes one prompt at a time: pass a function of (row, new_tokens)")
     random = random or RowRandom(len(prompts), seed, generator)
@@ -203,6 +202,20 @@ def _parts(model: nn.Module) -> tuple[Drafter, HFTarget]:
     return drafter, drafter.target
 
 
+def _check_range(prompts: list[list[int]], rows: int) -> None:
+    """Every id of the prompts has an embedding; padding may hold anything."""
+    smallest, largest = min(map(min, prompts)), max(map(max, prompts))
+    if smallest < 0:
+        raise DataError(
+            f"input_ids holds id {smallest}: ids run from 0 to {rows - 1}; mark padding in attention_mask, not by a "
+            "negative id"
+        )
+    if largest >= rows:
+        raise DataError(
+            f"input_ids holds id {largest}, but the target embeds {rows} ids: the tokenizer belongs to another model"
+        )
+
+
 def _check_ids(input_ids: Any) -> None:
     if not isinstance(input_ids, Tensor):
         raise DataError(
@@ -233,6 +246,8 @@ def _unpad(input_ids: Tensor, attention_mask: Tensor | None, settings: Settings)
         attention_mask = torch.ones_like(input_ids)
         if settings.pad_marks_padding and len(input_ids) > 1:
             attention_mask = (input_ids != settings.pad_token_id).long()
+    if not isinstance(attention_mask, Tensor):
+        raise DataError(f"attention_mask is a {type(attention_mask).__name__}: it must be a tensor like input_ids")
     if attention_mask.shape != input_ids.shape:
         raise DataError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: "

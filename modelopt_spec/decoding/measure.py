@@ -6,8 +6,9 @@ Each batch and turn has a sampling seed of its own, so a prompt's rounds do not 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +21,14 @@ from modelopt_spec.decoding.prompts import Dialogue, PromptFile
 from modelopt_spec.decoding.rounds import RoundRecord
 from modelopt_spec.decoding.sampling import Sampling
 from modelopt_spec.decoding.settings import neutral_config
+from modelopt_spec.errors import ConfigError
 from modelopt_spec.progress import progress
 
 __all__ = [
     "Answer",
     "MeasureSettings",
     "Measured",
+    "check_tokenizer",
     "end_tokens",
     "generate_batch",
     "measure",
@@ -167,6 +170,19 @@ def generate_batch(
         scheduler=settings.scheduler,
         record_probabilities=settings.probabilities,
     )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse what is no tokenizer.
+
+    Raises:
+        ConfigError: None, a name, data or a model.
+    """
+    if tokenizer is None or isinstance(tokenizer, str | os.PathLike | Sequence | Mapping | nn.Module):
+        raise ConfigError(
+            f"tokenizer is {str(tokenizer)[:80]!r}, a {type(tokenizer).__name__}: pass the target's tokenizer "
+            "(transformers.AutoTokenizer.from_pretrained(...))"
+        )
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_spec.errors import DataError
+from modelopt_spec.text_files import read_text
 
 __all__ = ["ROUNDS_KIND", "ROUNDS_VERSION", "RoundRecord", "read_rounds", "rounds_header", "write_rounds"]
 
@@ -109,7 +110,7 @@ def read_rounds(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
         raise DataError(f"rounds file {path} does not exist")
     header: dict[str, Any] | None = None
     rounds = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path, "a round file (JSON lines)").splitlines(), start=1):
         try:
             row = json.loads(line)
             if header is None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig
 
+from modelopt_spec.arguments import number, whole_number
 from modelopt_spec.decoding.sampling import GREEDY, Sampling
 from modelopt_spec.errors import ConfigError, UnsupportedError
 
@@ -88,11 +89,31 @@ class Settings:
     stop_strings: tuple[str, ...] = ()
 
 
-def _ids(value: Any) -> frozenset[int]:
+def _ids(name: str, value: Any, rows: int | None) -> frozenset[int]:
+    """Token ids of an argument: one, several or none.
+
+    Args:
+        name: of the argument.
+        value: an id, a list or tensor of ids, or None.
+        rows: how many ids the target embeds; None does not check, for configs that name ids of no token.
+    """
     if value is None:
         return frozenset()
     values = value.tolist() if hasattr(value, "tolist") else value
-    return frozenset(int(v) for v in (values if isinstance(values, list | tuple | set | frozenset) else [values]))
+    listed = values if isinstance(values, list | tuple | set | frozenset) else [values]
+    if rows is None:
+        return frozenset(int(item) for item in listed)
+    return frozenset(whole_number(name, item, 0, rows - 1, ": an id that the target embeds") for item in listed)
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    """Stop strings as a tuple."""
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
+        raise ConfigError(f"stop_strings is {value!r}: it must be a text, or a list of them")
+    if any(not text for text in strings):
+        raise ConfigError("stop_strings holds an empty string, which would stop at once: remove it")
+    return tuple(strings)
 
 
 def _first(*values: Any) -> Any:
@@ -102,15 +123,26 @@ def _first(*values: Any) -> Any:
 def _sampling(
     config: Any, do_sample: bool | None, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> Sampling:
-    Sampling(float(_first(temperature, 0.0)), int(_first(top_k, 0)), float(_first(top_p, 1.0)))
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ConfigError(f"do_sample is {do_sample!r}: it must be true, false or None")
+    _checked(_first(temperature, 0.0), _first(top_k, 0), _first(top_p, 1.0))
     if do_sample is None:
         do_sample = temperature > 0 if temperature is not None else bool(getattr(config, "do_sample", None))
     if not do_sample:
         return GREEDY
+    return _checked(
+        _first(temperature, config.temperature, 1.0),
+        _first(top_k, config.top_k, _TRANSFORMERS_TOP_K),
+        _first(top_p, config.top_p, 1.0),
+    )
+
+
+def _checked(temperature: Any, top_k: Any, top_p: Any) -> Sampling:
+    """A sampling of values that are numbers; :class:`Sampling` checks their ranges."""
     return Sampling(
-        float(_first(temperature, config.temperature, 1.0)),
-        int(_first(top_k, config.top_k, _TRANSFORMERS_TOP_K)),
-        float(_first(top_p, config.top_p, 1.0)),
+        number("temperature", temperature, wanted="0 (greedy) or a positive number"),
+        whole_number("top_k", top_k, 0, note="; 0 is off"),
+        number("top_p", top_p, wanted="a number in (0, 1]; 1 is off"),
     )
 
 
@@ -154,8 +186,11 @@ def resolve_settings(
     eos_token_id: int | Sequence[int] | None = FROM_CONFIG,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
+    embedded_ids: int | None = None,
 ) -> Settings:
     """Settings from arguments, ``generation_config`` (default: the model's own) and transformers' defaults.
+
+    With ``embedded_ids``, the number of ids that the target embeds, an ``eos_token_id`` beyond them is refused.
 
     As in transformers, sampling without a given top_k keeps 50 tokens: pass ``top_k=0`` for the whole vocabulary.
 
@@ -166,18 +201,23 @@ def resolve_settings(
     sampling = _sampling(config, do_sample, temperature, top_k, top_p)
     _refuse(config, sampling)
     limit = _first(max_new_tokens, config.max_new_tokens)
+    if limit is not None:
+        whole_number("max_new_tokens", limit, 1)
     if limit is None and config.max_length is not None:
         limit = config.max_length - prompt_width
     if limit is None:
         raise ConfigError("max_new_tokens is not set: say how many tokens may be generated at most")
     if limit < 1:
-        raise ConfigError(f"max_new_tokens is {limit}: it must be at least 1 (max_length counts the prompt)")
+        raise ConfigError(
+            f"generation_config.max_length is {config.max_length} and the prompt has {prompt_width} tokens already: "
+            "pass max_new_tokens"
+        )
     from_model = _first(config.eos_token_id, getattr(getattr(model, "config", None), "eos_token_id", None))
-    eos = _ids(from_model if eos_token_id is FROM_CONFIG else eos_token_id)
-    strings = _first(stop_strings, config.stop_strings) or ()
-    strings = (strings,) if isinstance(strings, str) else tuple(strings)
-    if any(not text for text in strings):
-        raise ConfigError("stop_strings holds an empty string, which would stop at once: remove it")
+    asked = eos_token_id is not FROM_CONFIG
+    eos = _ids("eos_token_id", eos_token_id if asked else from_model, embedded_ids if asked else None)
+    strings = _strings(_first(stop_strings, config.stop_strings) or ())
     given = _first(pad_token_id, config.pad_token_id)
+    if pad_token_id is not None:
+        whole_number("pad_token_id", pad_token_id, 0)
     pad = int(_first(given, min(eos, default=None), 0))
     return Settings(int(limit), sampling, eos, pad, given is not None and pad not in eos, strings)

@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from modelopt_spec.consoles import stdout_console
+
 __all__ = ["draw_evaluation", "evaluation_table", "print_evaluation"]
 
 _COLOURS = ("#1f6fb4", "#d98c2b", "#3a8f5c", "#a8456b", "#6a5aa8", "#7a7a7a")
@@ -22,7 +24,7 @@ _COLOURS = ("#1f6fb4", "#d98c2b", "#3a8f5c", "#a8456b", "#6a5aa8", "#7a7a7a")
 
 def print_evaluation(report: Mapping[str, Any], console: Console | None = None) -> None:
     """Tables of an evaluation, or of a comparison, and its warnings."""
-    console = console or Console()
+    console = console or stdout_console()
     if report["kind"] == "mtsp.comparison":
         for item in report["differences"]:
             console.print(_difference_table(report, item))
@@ -67,7 +69,9 @@ def _number(value: float | None, form: str) -> str:
 
 def _print_checks(report: Mapping[str, Any], console: Console) -> None:
     control, baseline = report["control"], report["baseline"]
-    if control is not None:
+    if control is not None and control["falls"] is None:
+        console.print(f"control: no round to compare ({control['prompts']} prompts)", highlight=False)
+    elif control is not None:
         verdict = "falls" if control["falls"] else "[bold red]does not fall[/]"
         console.print(
             f"control: tau {control['tau_same_prompts']:.3f} {verdict} to {control['tau']:.3f} with shuffled features "

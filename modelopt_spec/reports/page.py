@@ -218,7 +218,7 @@ def _evaluation(run: RunFiles) -> str:
             parts.append(_acceptance(report, result))
         parts.append(_figure("acceptance by slot", evaluation.draw_evaluation, report))
         control, baseline = report["control"], report["baseline"]
-        if control is not None:
+        if control is not None and control["falls"] is not None:
             text = (
                 f"Control: with shuffled target features tau is {control['tau']:.3f}, with the right ones "
                 f"{control['tau_same_prompts']:.3f} on the same prompts."

@@ -239,6 +239,24 @@ def test_comparison(model, files, tmp_path):
     assert compare_reports(result["a"], {**result["b"], "max_new_tokens": 4})["warnings"]
 
 
+def test_answers_of_one_token_need_no_round(model, files, tmp_path):
+    """The only token is the target's: nothing was measured, which is neither NaN nor a fault of the taps."""
+    out = tmp_path / "report.json"
+    report = evaluate(model, TOKENIZER, files, max_new_tokens=1, baseline=False, out=out)
+    assert json.loads(out.read_text(), parse_constant=pytest.fail) == json.loads(json.dumps(report))
+    assert report["results"][0]["pooled"]["tau"] is None
+    control = report["control"]
+    assert (control["tau"], control["tau_same_prompts"], control["falls"]) == (None, None, None)
+    assert [text.partition(":")[0] for text in report["warnings"]] == ["control", "temperature 0"]
+    assert "needed no round" in report["warnings"][0]
+    assert "no round was needed for 9 tokens in 9 answers" in report["warnings"][1]
+    assert not any("taps" in text for text in report["warnings"])
+    console = Console(record=True, width=200, file=open(tmp_path / "shown", "w"))  # noqa: SIM115
+    print_evaluation(report, console)
+    assert "control: no round to compare (7 prompts)" in console.export_text()
+    assert answer(model, TOKENIZER, "the stop?", max_new_tokens=1)["tau"] is None
+
+
 def test_answer(model):
     result = answer(model, TOKENIZER, "the stop?", max_new_tokens=8)
     assert result["new_tokens"] == len(result["token_ids"]) <= 8
@@ -287,9 +305,11 @@ def test_equal_stems_are_told_apart(files, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([{"turns": ["ok"]}, {"nothing": 1}], "row 1"),
-        ([{"turns": []}], "row 0"),
-        ([{"messages": [{"role": "assistant", "content": "x"}]}], "row 0"),
+        ([{"turns": ["ok"]}, {"nothing": 1}], r"bad.jsonl:2: unknown_shape"),
+        ([{"turns": []}], r"bad.jsonl:1: empty"),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], r"bad.jsonl:1: role_order"),
+        ([{"prompt": 5}], r"bad.jsonl:1: content: prompt is text or a list of messages, not int"),
+        ([{"turns": [5]}], r"bad.jsonl:1: content: a turn is text, not int"),
         ([], "no prompt"),
     ],
 )
@@ -301,7 +321,7 @@ def test_bad_prompts_are_named(rows: list, named: str, tmp_path):
 def test_bad_settings_are_named(model, files):
     with pytest.raises(DataError, match="names no file"):
         evaluate(model, TOKENIZER, [])
-    with pytest.raises(DataError, match="limit is 0"):
+    with pytest.raises(ConfigError, match="limit is 0"):
         evaluate(model, TOKENIZER, files, limit=0)
     with pytest.raises(ConfigError, match="temperatures is empty"):
         evaluate(model, TOKENIZER, files, temperatures=())
@@ -309,3 +329,15 @@ def test_bad_settings_are_named(model, files):
         evaluate(model, TOKENIZER, files, batch_size=0)
     with pytest.raises(ConfigError, match="has no drafter"):
         evaluate(tiny_target(), TOKENIZER, files)
+    with pytest.raises(ConfigError, match="tokenizer is 'None', a NoneType: pass the target's tokenizer"):
+        evaluate(model, None, files)
+    with pytest.raises(ConfigError, match="prompts is None: it must be a JSONL file"):
+        evaluate(model, TOKENIZER, None)
+    with pytest.raises(ConfigError, match=r"temperatures is 0\.5: it must be a list"):
+        evaluate(model, TOKENIZER, files, temperatures=0.5)
+    with pytest.raises(ConfigError, match="temperatures is nan"):
+        evaluate(model, TOKENIZER, files, temperatures=(float("nan"),))
+    with pytest.raises(ConfigError, match="seed is -1"):
+        evaluate(model, TOKENIZER, files, seed=-1)
+    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+        evaluate(model, TOKENIZER, files, max_new_tokens=0)

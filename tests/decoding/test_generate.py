@@ -259,6 +259,17 @@ def test_caches_that_cannot_be_cut_are_refused():
             generate(model, torch.tensor([[5, 6]]), generation_config=config)
 
 
+def test_a_drafter_keeps_its_master_weights_on_a_target_of_a_narrower_type():
+    """What training leaves in memory: a bfloat16 target and a float32 drafter."""
+    model = add_drafter(tiny_target(dtype=torch.bfloat16))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    narrow = generate(model, ids, max_new_tokens=12, eos_token_id=None)
+    model.drafter.float()
+    wide = generate(model, ids, max_new_tokens=12, eos_token_id=None)
+    assert wide.sequences.tolist() == narrow.sequences.tolist()
+    assert wide.rounds
+
+
 def test_bad_prompts_and_settings_are_named():
     model = tiny_target()
     ids = torch.tensor([[5, 6, 7]])
@@ -287,3 +298,31 @@ def test_bad_prompts_and_settings_are_named():
         generate(model, ids, max_new_tokens=4, stop_strings="x")
     with pytest.raises(ConfigError, match="empty string"):
         generate(model, ids, max_new_tokens=4, stop_strings=["x", ""])
+    with pytest.raises(DataError, match="id -1: ids run from 0 to 60"):
+        generate(model, torch.tensor([[-1, 3]]), max_new_tokens=4)
+    padded = torch.tensor([[-100, 3]]), torch.tensor([[0, 1]])
+    assert (
+        generate(model, *padded, max_new_tokens=4).outputs
+        == generate(model, ids[:, :0].new_tensor([[3]]), max_new_tokens=4).outputs
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_new_tokens", value) for value in ("4", float("nan"), 1.5, True, -1, [4])),
+        *(("temperature", value) for value in ("1", True, float("inf"), -0.1)),
+        *(("top_k", value) for value in (1.5, "3", -1, True)),
+        *(("top_p", value) for value in ("1", 0.0, float("nan"))),
+        *(("eos_token_id", value) for value in ("x", -5, 10**9, [3, 61], 1.5)),
+        *(("pad_token_id", value) for value in ("x", -1)),
+        *(("num_draft_tokens", value) for value in ("2", 1.5, 0)),
+        *(("seed", value) for value in ("x", -1, 0.5)),
+        ("do_sample", "yes"),
+        ("stop_strings", 5),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_named(name: str, value):
+    arguments = {"max_new_tokens": 4, name: value}
+    with pytest.raises(ConfigError, match=f"^{name} is "):
+        generate(add_drafter(tiny_target()), torch.tensor([[5, 6]]), **arguments)
