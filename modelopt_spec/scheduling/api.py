@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from modelopt_spec.arguments import check_paths, check_seed, number, whole_number
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.scheduling.calibrate import calibrate_rounds, calibration_section
 from modelopt_spec.scheduling.calibration import CalibrationOptions
@@ -31,11 +31,13 @@ from modelopt_spec.scheduling.scheduler_file import (
     save_scheduler,
 )
 from modelopt_spec.scheduling.sweep import DEFAULT_POLICIES, Load, compare_measured, simulate_loads
+from modelopt_spec.text_files import read_json_object
 from modelopt_spec.versions import __version__
 
 __all__ = ["calibrate", "identity_of", "open_policy", "profile", "simulate"]
 
 ENGINE = "modelopt-spec"
+MEASURED = "a file of measured throughput (mtsp.measured_throughput)"
 
 
 def calibrate(
@@ -92,6 +94,19 @@ def calibrate(
     Returns:
         The report of :mod:`modelopt_spec.scheduling.calibrate`, with ``scheduler_file`` where one was written.
     """
+    whole_number("folds", folds, 0, note="; 0 is none")
+    if folds == 1:
+        raise ConfigError("folds is 1: cross-validation needs 2 or more, or 0 for none")
+    whole_number("bootstrap", bootstrap, 0, note="; 0 is none")
+    whole_number("bins", bins, 1)
+    whole_number("batch_size", batch_size, 1)
+    check_seed("seed", seed)
+    number("held_out_share", held_out_share, 0, 1 - 1e-9, wanted="a share of the prompts, from 0 to below 1")
+    if max_noise is not None:
+        number("max_noise", max_noise, 0, wanted="0 or a positive number")
+    if min_events is not None:
+        whole_number("min_events", min_events, 0)
+    prompts = check_paths("prompts", prompts, "a JSONL prompt file")
     limits = {"max_noise": max_noise, "min_events": min_events}
     options = CalibrationOptions(
         binning=Binning(bins, adaptive_bins),
@@ -171,13 +186,18 @@ def profile(
     Returns:
         The report of :mod:`modelopt_spec.scheduling.profile`, with ``scheduler_file`` where one was written.
     """
+    counts = [whole_number("requests", value, 1) for value in requests]
+    lengths = [whole_number("contexts", value, 1) for value in contexts]
+    whole_number("repeats", repeats, 3, note=": their median counts")
+    whole_number("warmup", warmup, 0)
+    check_seed("seed", seed)
     steps = ModelSteps(model, num_draft_tokens, seed)
     with steps.running():
         report = profile_cost(
             steps.step,
-            requests=requests,
+            requests=counts,
             gamma=steps.gamma,
-            contexts=contexts,
+            contexts=lengths,
             draft_fn=steps.draft,
             repeats=repeats,
             warmup=warmup,
@@ -249,7 +269,7 @@ def simulate(
         **settings,
     )
     if measured is not None:
-        report["comparison"] = compare_measured(report, _json(measured))
+        report["comparison"] = compare_measured(report, read_json_object(Path(measured), MEASURED))
     return report
 
 
@@ -324,7 +344,3 @@ def _existing(out: Path, gamma: int, identity: Identity) -> SchedulerFile:
 def _machine(file: SchedulerFile) -> dict[str, Any]:
     names = ("hardware", "engine", "engine_version", "dtype")
     return {name: getattr(file.identity, name) for name in names}
-
-
-def _json(path: str | Path) -> dict[str, Any]:
-    return json.loads(Path(path).read_text(encoding="utf-8"))

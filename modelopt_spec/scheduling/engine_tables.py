@@ -34,6 +34,7 @@ from modelopt_spec.errors import ConfigError, DataError, UnsupportedError
 from modelopt_spec.scheduling.calibration import check_temperatures
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
 from modelopt_spec.scheduling.cost_fit import Cell, fit_additive, fit_one_axis
+from modelopt_spec.text_files import read_text
 
 __all__ = [
     "EngineCost",
@@ -115,7 +116,7 @@ def read_engine_cost(path: str | Path) -> EngineCost:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"cost table {path} does not exist")
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, "an engine's cost table (JSON, or vLLM's log)")
     if _VLLM_MARK in text:
         return EngineCost("vllm_log", _parse_vllm_log(text, str(path)))
     data = _load_json(path)
@@ -373,7 +374,7 @@ def _load_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, "a scheduler file (JSON)", ConfigError))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):

@@ -26,6 +26,7 @@ from modelopt_spec.scheduling.cost_measure import (
 )
 from modelopt_spec.scheduling.engine_tables import read_engine_cost
 from modelopt_spec.scheduling.scheduler_file import current_hardware
+from modelopt_spec.text_files import read_text
 
 __all__ = ["PROFILE_KIND", "fit_measurements", "profile_cost", "read_cost"]
 
@@ -112,7 +113,7 @@ def read_cost(path: str | Path) -> Cost:
     if not path.is_file():
         raise DataError(f"cost table {path} does not exist")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, "a cost table (JSON, or an engine's)"))
     except json.JSONDecodeError:
         return read_engine_cost(path).cost
     kind = data.get("kind") if isinstance(data, dict) else None

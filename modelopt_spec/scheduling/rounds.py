@@ -112,13 +112,13 @@ def read_rounds(path: str | Path) -> RoundTable:
         raise DataError(f"rounds file {path} does not exist: write it with `mtsp evaluate --rounds FILE`")
     records: list[dict[str, Any]] = []
     header: dict[str, Any] | None = None
-    with path.open(encoding="utf-8") as stream:
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}:{number} is not JSON ({error}): the file may be cut off") from error
             if header is None:
                 if not isinstance(row, dict) or row.get("kind") != ROUNDS_KIND:

@@ -36,6 +36,7 @@ from modelopt_spec.scheduling.calibration import check_temperatures
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable, cost_from_dict
 from modelopt_spec.scheduling.engine_tables import canonical_sha256
 from modelopt_spec.scheduling.policies import PrefixScheduler
+from modelopt_spec.text_files import read_text
 
 __all__ = [
     "SCHEDULER_FILE",
@@ -243,7 +244,7 @@ def _read(target: Path) -> dict[str, Any]:
     if not target.is_file():
         raise CheckpointError(f"{target} does not exist: calibrate or profile the checkpoint to write it")
     try:
-        data = json.loads(target.read_text(encoding="utf-8"))
+        data = json.loads(read_text(target, "a scheduler file (JSON)", CheckpointError))
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{target} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("kind") != _KIND:

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from modelopt_spec.arguments import check_seed, number, whole_number
 from modelopt_spec.errors import ConfigError, DataError
 from modelopt_spec.scheduling.cost import AdditiveCostTable, CostProfile, CostTable
 from modelopt_spec.scheduling.cost_extend import extended
@@ -62,17 +63,19 @@ def policy_from_name(
     """
     kind, _, value = name.partition(":")
     try:
-        number = float(value) if value else None
+        share = float(value) if value else None
     except ValueError as error:
         raise ConfigError(f"policy {name!r}: {value!r} is no number") from error
     if kind == "none":
         return NoSpeculation(gamma)
     if kind == "fixed":
-        return FixedLength(gamma, None if number is None else int(number))
+        return FixedLength(
+            gamma, None if share is None else whole_number(f"length of policy {name!r}", share, 0, gamma)
+        )
     if kind == "threshold":
-        if number is None:
+        if share is None:
             raise ConfigError("policy 'threshold' needs its probability, for example threshold:0.5")
-        return StaticThreshold(gamma, number, None if temperatures is None else tuple(temperatures), offset=offset)
+        return StaticThreshold(gamma, share, None if temperatures is None else tuple(temperatures), offset=offset)
     if kind in ("scheduler", "early_stop"):
         if cost is None:
             raise ConfigError(f"policy {name!r} needs a cost table: profile the machine first")
@@ -143,6 +146,17 @@ def simulate_loads(
         raise ConfigError(f"load is {load!r}: it is one of {', '.join(get_args(Load))}")
     if not loads:
         raise ConfigError("loads is empty: name at least one")
+    for value in loads:
+        if load == "rate":
+            number("loads", value, 0, above=True, wanted="a positive number of requests a second")
+        else:
+            whole_number("loads", value, 1, note=f" (load {load!r} counts requests)")
+    whole_number("max_running", max_running, 1)
+    if requests is not None:
+        whole_number("requests", requests, 1)
+    if output_tokens is not None:
+        whole_number("output_tokens", output_tokens, 1)
+    check_seed("seed", seed)
     process = AcceptanceProcess.from_rounds(rounds, acceptance, seed)
     if max_output_tokens is not None:
         if max_output_tokens < 1:
@@ -170,7 +184,7 @@ def simulate_loads(
             )
             running = max_running if load == "rate" else int(value)
             here = replace(engine, max_running=running)
-            count = requests or max(4 * running, 64)
+            count = max(4 * running, 64) if requests is None else int(requests)
             if load == "batch":
                 log, work = simulate_batches(process, here, policy, output_tokens)
             elif load == "concurrency":
@@ -206,8 +220,14 @@ def compare_measured(simulation: Mapping[str, Any], measured: Mapping[str, Any])
     known = {
         (curve["name"], float(point["load"])): point for curve in simulation["policies"] for point in curve["points"]
     }
+    points, needed = measured.get("points"), ("policy", "load", "throughput")
+    if not isinstance(points, list) or not all(isinstance(p, Mapping) and all(n in p for n in needed) for p in points):
+        raise DataError(
+            f"the measured throughput has no list `points` of {', '.join(needed)}: name a file of kind "
+            "mtsp.measured_throughput"
+        )
     rows = []
-    for point in measured["points"]:
+    for point in points:
         key = (point["policy"], float(point["load"]))
         if key not in known:
             raise DataError(f"measured point {key} was not simulated: simulate the same policies and loads")
