@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from modelopt_spec.config import BackboneConfig, DrafterConfig
+from modelopt_spec.consoles import stderr_console
 from modelopt_spec.conventions import check_target_layer_ids, default_target_layer_ids
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.mask_token import resolve_mask_token
@@ -91,7 +92,7 @@ def show(given: DrafterConfig, resolved: DrafterConfig, *, console: Console | No
             table.add_row(name, "[yellow]not set[/]", "needed to train: pass a tokenizer, mask_token or mask_token_id")
         elif value is not None:
             table.add_row(name, _format(value), "config" if was == value else "target")
-    (console or Console(stderr=True)).print(table)
+    (console or stderr_console()).print(table)
 
 
 def _rows(given: Any, resolved: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from modelopt_spec.consoles import stderr_console
 from modelopt_spec.errors import CheckpointError
 
 __all__ = ["Account", "Entry", "KeyReader"]
@@ -60,7 +61,7 @@ class Account:
 
     def show(self, *, console: Console | None = None, every_tensor: bool = False) -> None:
         """Print the account; tensors that kept their name are only counted unless ``every_tensor``."""
-        console = console or Console(stderr=True)
+        console = console or stderr_console()
         table = Table(title=f"layout: {self.layout}", title_justify="left", show_edge=False)
         for column in ("what", "name", "fate", "as"):
             table.add_column(column)

@@ -169,6 +169,7 @@ def compare_block(
     return difference(ours, theirs, taps.shape[0])
 
 
+@torch.no_grad()
 def difference(ours: BlockResult, theirs: BlockResult, context: int) -> Comparison:
     """How far two computations of one block are apart, relative to the largest value of the first."""
 

@@ -124,8 +124,15 @@ def load_drafter(
     Raises:
         CheckpointError: see :func:`read_draft`, and a draft of another target (width, vocabulary, layers) or with an
             embedding or output projection of its own.
-        ConfigError: the model has a drafter already.
+        ConfigError: the model has a drafter already, or arguments of another kind.
     """
+    if not isinstance(path, str | os.PathLike) or not isinstance(model, nn.Module):
+        swapped = isinstance(path, nn.Module) and isinstance(model, str | os.PathLike)
+        raise ConfigError(
+            f"load_drafter was given a {type(path).__name__} as path and a {type(model).__name__} as model: "
+            + ("they are swapped, " if swapped else "")
+            + "call load_drafter(path, model) with the draft's directory and the target"
+        )
     imported = read_draft(
         path,
         layout=layout,

@@ -21,7 +21,17 @@ from modelopt_spec.checkpoints.packing import GROUP, Packed, dequantise, e2m1_va
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError, UnsupportedError, nearest
 
-__all__ = ["EXCLUDED", "FORMATS", "Format", "float_weights", "is_quantised", "nvfp4_rounded", "pack", "quantise"]
+__all__ = [
+    "EXCLUDED",
+    "FORMATS",
+    "Format",
+    "check_exclude",
+    "float_weights",
+    "is_quantised",
+    "nvfp4_rounded",
+    "pack",
+    "quantise",
+]
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ def quantise(
     if is_quantised(drafter):
         raise ConfigError("this drafter is quantised already: restore its checkpoint first")
     chosen = FORMATS[name]
+    check_exclude(drafter, exclude)
     config = _configuration(chosen, exclude)
     wanted = [n for n, m in drafter.named_modules() if isinstance(m, nn.Linear) and not _excluded(n, exclude)]
     if not wanted:
@@ -136,6 +147,8 @@ def pack(drafter: Drafter) -> Packed:
         if not algorithm:
             raise UnsupportedError(f"{name} is quantised as {kind!r}: fp8, nvfp4 and int8_wo are written")
         scale = quant_utils.get_weight_scaling_factor(module)
+        if algorithm == "W8A16":
+            scale = scale.reshape(-1)  # a layer of one output has a scale without dimensions
         second = quant_utils.get_weight_scaling_factor_2(module)
         block = quant_utils.get_weight_block_size(module)
         weight = quant_utils.to_quantized_weight(module.weight.detach(), scale, kind, second, block)
@@ -175,6 +188,23 @@ def ignored_names(modules: Sequence[str], quantised: Sequence[str]) -> tuple[str
 
 
 # ---- ModelOpt's configuration ---------------------------------------------------------------------------------------
+
+
+def check_exclude(drafter: Drafter, exclude: Sequence[str]) -> None:
+    """Every name stands for a module of this drafter, or is one of the heads and tables that others have.
+
+    Raises:
+        ConfigError: one matches nothing; the nearest module is suggested.
+    """
+    if isinstance(exclude, str) or not all(isinstance(name, str) for name in exclude):
+        raise ConfigError(f"exclude is {exclude!r}: it must be a list of module names, such as {EXCLUDED[:3]}")
+    parts = {part for name, _ in drafter.named_modules() for part in name.split(".") if not part.isdigit()} - {""}
+    for name in exclude:
+        if name not in parts and name not in EXCLUDED:
+            raise ConfigError(
+                f"exclude names {name!r}, which is no module of this drafter.{nearest(name, parts)} Its modules: "
+                f"{', '.join(sorted(parts))}"
+            )
 
 
 def _excluded(name: str, exclude: Sequence[str]) -> bool:

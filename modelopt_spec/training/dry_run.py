@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from modelopt_spec.consoles import stdout_console
 from modelopt_spec.errors import CheckpointError, DataError
 from modelopt_spec.training.costs import optimizer_bytes
 from modelopt_spec.training.machine import available_memory
@@ -198,7 +199,7 @@ def _fits(name: str, needed: float, room: float, where: str) -> Check:
 
 def print_checks(result: DryRun, console: Console | None = None) -> None:
     """Show each check on a line of its own."""
-    out = console or Console()
+    out = console or stdout_console()
     for check in result.checks:
         mark = "[green]ok[/]  " if check.ok else "[red]FAIL[/]"
         out.print(f"{mark} {check.name}: ", end="", highlight=False)

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from modelopt_spec.consoles import stdout_console
+
 __all__ = ["print_plan"]
 
 
@@ -38,7 +40,7 @@ def _time(time: dict[str, Any]) -> str:
 
 def print_plan(found: dict[str, Any], console: Console | None = None) -> None:
     """Show a plan as tables."""
-    out = console or Console()
+    out = console or stdout_console()
     data, steps, time, flops = found["data"], found["steps"], found["time"], found["flops"]
     out.print(f"plan: {found['recipe'] or found['mode']}", style="italic", highlight=False)
     table = Table(show_edge=False, show_header=False)

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from modelopt_spec.config import BackboneConfig, DrafterConfig
+from modelopt_spec.consoles import stderr_console
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.drafter.moe import MoE
 
@@ -57,7 +58,7 @@ class Sizes:
             "activations, about",
             f"{_gigabytes(self.activation_bytes)} ({_gigabytes(self.checkpointed_bytes)} with gradient_checkpointing)",
         )
-        (console or Console(stderr=True)).print(table)
+        (console or stderr_console()).print(table)
 
 
 def _gigabytes(count: int) -> str:

@@ -217,6 +217,14 @@ def test_own_embedding_must_be_the_targets(tmp_path):
     load_drafter(tmp_path, tiny("llama"), ignore_unknown=True, quiet=True)
 
 
+def test_arguments_of_another_kind_are_named(tmp_path):
+    target = tiny("llama")
+    with pytest.raises(ConfigError, match=r"they are swapped, call load_drafter\(path, model\)"):
+        load_drafter(target, tmp_path)
+    with pytest.raises(ConfigError, match="a NoneType as model: call load_drafter"):
+        load_drafter(tmp_path, None)
+
+
 def test_overrides(tmp_path):
     written(tmp_path, "deepspec")
     imported = read_draft(tmp_path, overrides={"mask_token_id": 5, "backbone.rms_norm_eps": 1e-5})

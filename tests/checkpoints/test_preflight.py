@@ -1,8 +1,10 @@
 """The preflight names the fact that was changed in an exported directory, and no other."""
 
 import copy
+import dataclasses
 import functools
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -356,7 +358,9 @@ def test_what_modelopt_exports_fails_in_every_engine(tmp_path):
 
 
 def test_report_is_plain_data_and_prints(exports, capsys):
-    report = check(exports("vanilla"), target_of(), quiet=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = check(exports("vanilla"), target_of(), quiet=False)
     json.dumps(report.to_dict())
     copy.deepcopy(report)
     assert "rope base" in capsys.readouterr().err
@@ -389,3 +393,18 @@ def test_a_target_in_low_precision_does_not_look_like_a_difference(tmp_path):
     blocks = [fact for fact in report.facts if fact.name == "block"]
     assert len(blocks) == 32
     assert all(fact.verdict == "same" and float(fact.does) < 1e-4 for fact in blocks)
+
+
+def test_the_last_line_sums_up(exports, tmp_path, capsys):
+    report = check(exports("vanilla"), target_of(), quiet=False)
+    unknown = sum(fact.verdict == "unknown" for fact in report.facts)
+    agree = f"ok: {len(report.facts) - unknown} facts agree" + (f", {unknown} not known" if unknown else "")
+    assert report.summary() == agree
+    assert capsys.readouterr().err.splitlines()[-1] == agree
+    source = exports("vanilla")
+    one = check(changed(source, tmp_path / "one", nested(target_layer_ids=[2, 3, 4])), target_of())
+    assert one.summary().startswith("1 fact disagrees: taps")
+    several = dataclasses.replace(
+        report, facts=(*one.facts, dataclasses.replace(one.facts[0], name="x", verdict="fails"))
+    )
+    assert several.summary().startswith("2 facts disagree: taps, x")

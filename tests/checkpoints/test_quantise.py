@@ -179,6 +179,15 @@ def test_decoding_runs_through_the_quantised_layers(name):
     assert 1e-4 < moved < 5.0
 
 
+def test_layers_of_one_output_are_packed_too():
+    """The confidence head has one row: its scale for each output is a single number."""
+    model, layers = quantised("int8", exclude=[name for name in EXCLUDED if name != "confidence_head"])
+    assert set(layers) == QUANTISED | {"confidence_head.proj"}
+    weight = float_weights(pack(model.drafter))["confidence_head.proj.weight"]
+    module = model.drafter.get_submodule("confidence_head.proj")
+    assert torch.allclose(weight, module.weight_quantizer(module.weight).detach(), atol=1e-6)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +195,12 @@ def test_mistakes(tmp_path):
     model = converted()
     with pytest.raises(ConfigError, match=r"'fp4' is unknown.*Did you mean"):
         quantise(model.drafter, "fp4", lambda: None)
+    with pytest.raises(ConfigError, match=r"exclude names 'nothing', which is no module.*Its modules: .*down_proj"):
+        quantise(model.drafter, "fp8", lambda: None, exclude=("nothing",))
+    with pytest.raises(ConfigError, match=r"exclude names 'o_prj'.*Did you mean 'o_proj'"):
+        quantise(model.drafter, "fp8", lambda: None, exclude=("o_prj", *EXCLUDED))
+    with pytest.raises(ConfigError, match="exclude is 'fc': it must be a list"):
+        quantise(model.drafter, "fp8", lambda: None, exclude="fc")
     with pytest.raises(ConfigError, match="leaves no linear layer"):
         quantise(model.drafter, "fp8", lambda: None, exclude=("layers", *EXCLUDED))
     with pytest.raises(ConfigError, match="calibration ran nothing"):

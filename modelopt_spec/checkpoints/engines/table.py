@@ -15,6 +15,7 @@ from rich.table import Table
 from modelopt_spec.checkpoints.engines.base import Engine, Serving
 from modelopt_spec.checkpoints.layouts import LAYOUTS
 from modelopt_spec.config import BackboneConfig, DrafterConfig
+from modelopt_spec.consoles import stdout_console
 from modelopt_spec.conversion import MODES
 
 __all__ = ["KINDS", "example", "markdown", "print_support_table", "support_table"]
@@ -155,7 +156,7 @@ def _cell(engine: Engine, config: DrafterConfig, held: list[str]) -> dict[str, A
 
 def print_support_table(table: dict[str, Any], console: Console | None = None) -> None:
     """The table on a terminal, reasons below it."""
-    console = console or Console()
+    console = console or stdout_console()
     titles = [f"{e['title']} {e['version']}\n[dim]{e['evidence']}[/]" for e in table["engines"]]
     rendered = Table("drafter", *titles, title="what each engine serves", title_justify="left", show_lines=True)
     reasons: dict[str, int] = {}

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from modelopt_spec.consoles import stderr_console
+
 __all__ = ["Fact", "Report", "Verdict"]
 
 Verdict = Literal["same", "differs", "fails", "harmless", "unknown"]
@@ -64,6 +66,16 @@ class Report:
         """Names of the facts on which training and serving disagree, each once."""
         return tuple(dict.fromkeys(fact.name for fact in self.facts if fact.bad))
 
+    def summary(self) -> str:
+        """One line: ``ok: 31 facts agree``, or how many disagree and their names; what could not be compared, too."""
+        unknown = sum(fact.verdict == "unknown" for fact in self.facts)
+        rest = f", {unknown} not known" if unknown else ""
+        if self.ok:
+            return f"ok: {len(self.facts) - unknown} facts agree{rest}"
+        names = self.disagreements
+        count = f"{len(names)} facts disagree" if len(names) > 1 else "1 fact disagrees"
+        return f"{count}: {', '.join(names)}{rest}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain types, for ``--json``."""
         return {
@@ -79,7 +91,7 @@ class Report:
 
     def show(self, console: Console | None = None, *, everything: bool = True) -> None:
         """Print one line for each fact; engines that do the same share a line."""
-        console = console or Console(stderr=True)
+        console = console or stderr_console()
         table = Table(
             "fact",
             "trained",
@@ -105,6 +117,7 @@ class Report:
             console.print(f"{engine} does not serve it: {reason}", style="dim")
         for line in self.skipped:
             console.print(f"not checked: {line}", style="yellow")
+        console.print(self.summary(), style="bold green" if self.ok else "bold red", highlight=False, markup=False)
 
 
 def _groups(facts: tuple[Fact, ...]) -> list[list[Fact]]:
