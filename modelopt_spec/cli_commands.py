@@ -9,24 +9,27 @@ from typing import Annotated, Any
 import typer
 
 from modelopt_spec import cli_checkpoints, cli_data, cli_moe, cli_plan, cli_report
+from modelopt_spec.arguments import MAX_SEED, check_seed, check_temperatures, comma_separated, number, whole_number
 from modelopt_spec.cli import Device, Dtype, Json, Limit, Quiet, Target, call, console, device_of, emit, print_table
 from modelopt_spec.cli_checks import (
     DTYPES,
     check_choice,
     check_file,
+    check_outputs,
     check_recipe,
     check_sources,
     check_target,
     checkpoint_directory,
     load_checked,
 )
-from modelopt_spec.errors import ConfigError
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint (mtsp train), or an exported or published draft.")]
 Prompts = Annotated[list[str], typer.Option("--prompts", help="JSONL prompt file; give it several times for more.")]
-DraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="K; default: the trained block.")]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")]
-Seed = Annotated[int, typer.Option("--seed")]
+DraftTokens = Annotated[
+    int | None, typer.Option("--num-draft-tokens", "-k", min=1, help="K; default: the trained block.")
+]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of each answer.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=MAX_SEED)]
 Out = Annotated[Path, typer.Option("--out", help="scheduler.json to write or to complete.")]
 Scheduler = Annotated[Path | None, typer.Option("--scheduler", help="scheduler.json of `mtsp calibrate`/`profile`.")]
 
@@ -60,8 +63,10 @@ def generate(
     num_draft_tokens: DraftTokens = None,
     max_new_tokens: NewTokens = 256,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Keep the likeliest tokens of this probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="0 keeps all.")] = None,
     seed: Seed = 0,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     scheduler: Scheduler = None,
@@ -69,6 +74,7 @@ def generate(
     json_path: Json = None,
 ) -> None:
     """Answer one prompt: the target's own tokens, drafted."""
+    check_temperatures([temperature])
     checkpoint = _look(checkpoint, target, dtype, scheduler=scheduler)
     model, tokenizer = _open(checkpoint, target, dtype, device)
     result = call(
@@ -123,6 +129,8 @@ def evaluate(
         "seed": seed,
         "quiet": quiet,
     }
+    check_temperatures(temperature or [])
+    check_outputs({"--rounds": rounds, "--figure": figure, "--json": json_path}, [*prompts, scheduler])
     checkpoint = _look(checkpoint, target, dtype, prompts, scheduler)
     against = checkpoint_directory(against) if against is not None else None
     model, tokenizer = _open(checkpoint, target, dtype, device)
@@ -154,7 +162,7 @@ def compare(
     out: Annotated[Path, typer.Option("--out", help="Directory of runs, comparison.json and figure.")],
     seeds: Annotated[str, typer.Option("--seeds", help="Comma separated; each recipe is trained with each.")] = "0,1",
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override of all recipes, key=value.")] = None,
-    max_new_tokens: NewTokens = 128,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens of each answer.")] = 128,
     limit: Limit = None,
     quiet: Quiet = False,
     json_path: Json = None,
@@ -163,7 +171,7 @@ def compare(
 
     Each is trained with each seed and evaluated on the same prompts; a stopped comparison goes on.
     """
-    numbers = _numbers(seeds, "--seeds")
+    numbers = [check_seed("--seeds", seed) for seed in comma_separated(seeds, "--seeds")]
     check_sources(prompts or ())
     for entry in recipes:
         recipe, _, own = entry.partition(":")
@@ -197,7 +205,7 @@ def calibrate(
     num_draft_tokens: DraftTokens = None,
     temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature, as served.")] = 0.0,
     max_new_tokens: NewTokens = 256,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts decoded together.")] = 8,
     limit: Limit = None,
     seed: Seed = 0,
     rounds: Annotated[
@@ -205,23 +213,30 @@ def calibrate(
     ] = None,
     rounds_out: Annotated[Path | None, typer.Option("--rounds-out", help="Keep the collected rounds here.")] = None,
     held_out: Annotated[float, typer.Option("--held-out", help="Share of the prompts to judge on, not to fit.")] = 0.3,
-    folds: Annotated[int, typer.Option("--folds", help="Cross-validate over so many folds of prompts; 0: not.")] = 0,
-    bins: Annotated[int, typer.Option("--bins", help="Bins of the calibration error.")] = 15,
+    folds: Annotated[
+        int, typer.Option("--folds", min=0, help="Cross-validate over so many folds of prompts; 0: not.")
+    ] = 0,
+    bins: Annotated[int, typer.Option("--bins", min=1, help="Bins of the calibration error.")] = 15,
     adaptive_bins: Annotated[bool, typer.Option("--adaptive-bins", help="Bins of equal count, not width.")] = False,
     refine: Annotated[bool, typer.Option("--refine", help="Golden-section search after the grid.")] = False,
     offset: Annotated[bool, typer.Option("--offset", help="Fit one offset of all logits too.")] = False,
-    bootstrap: Annotated[int, typer.Option("--bootstrap", help="Replicates for the intervals; 0: none.")] = 100,
+    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Replicates for the intervals; 0: none.")] = 100,
     max_noise: Annotated[
         float | None, typer.Option("--max-noise", help="Refuse where the ECE's own noise is larger (0.04).")
     ] = None,
     min_events: Annotated[
-        int | None, typer.Option("--min-events", help="Refuse where a slot was accepted or rejected less often (10).")
+        int | None,
+        typer.Option("--min-events", min=0, help="Refuse where a slot was accepted or rejected less often (10)."),
     ] = None,
     figure: Annotated[Path | None, typer.Option("--figure", help="Write the reliability diagram here.")] = None,
     quiet: Quiet = False,
     json_path: Json = None,
 ) -> None:
     """Calibrate the confidence head on held-out prompts."""
+    check_temperatures([temperature])
+    number("--held-out", held_out, 0, 1 - 1e-9, wanted="a share of the prompts, from 0 to below 1")
+    written = {"--out": out, "--rounds-out": rounds_out, "--figure": figure, "--json": json_path}
+    check_outputs(written, [*prompts, rounds])
     checkpoint = _look(checkpoint, target, dtype, prompts if rounds is None else None)
     check_file(rounds, "--rounds is a round file of `mtsp evaluate --rounds` or `mtsp calibrate --rounds-out`")
     model, tokenizer = _open(checkpoint, target, dtype, device)
@@ -266,8 +281,8 @@ def profile(
     num_draft_tokens: DraftTokens = None,
     requests: Annotated[str, typer.Option("--requests", help="Batch sizes, comma separated.")] = "1,2,4,8,16",
     contexts: Annotated[str, typer.Option("--contexts", help="Cached tokens a request, comma separated.")] = "256",
-    repeats: Annotated[int, typer.Option("--repeats", help="Timed visits of each cell; the median counts.")] = 7,
-    warmup: Annotated[int, typer.Option("--warmup", help="Untimed visits of each cell before.")] = 2,
+    repeats: Annotated[int, typer.Option("--repeats", min=3, help="Timed visits of each cell; the median counts.")] = 7,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Untimed visits of each cell before.")] = 2,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Processor seconds: for one thread of a shared machine.")
     ] = False,
@@ -278,8 +293,10 @@ def profile(
     json_path: Json = None,
 ) -> None:
     """Measure step times of this machine: the cost table."""
+    check_outputs({"--out": out, "--figure": figure, "--json": json_path})
     checkpoint = _look(checkpoint, target, dtype)
-    batches, lengths = _numbers(requests, "--requests"), _numbers(contexts, "--contexts")
+    batches = [whole_number("--requests", value, 1) for value in comma_separated(requests, "--requests")]
+    lengths = [whole_number("--contexts", value, 1) for value in comma_separated(contexts, "--contexts")]
     model, tokenizer = _open(checkpoint, target, dtype, device)
     report = call(
         "scheduling.api:profile",
@@ -317,9 +334,13 @@ def simulate(
     padded: Annotated[
         bool | None, typer.Option("--padded/--ragged", help="Steps padded to the longest request; default: the file's.")
     ] = None,
-    max_running: Annotated[int, typer.Option("--max-running", help="Requests at once where loads are rates.")] = 256,
-    requests: Annotated[int | None, typer.Option("--requests", help="Requests in all; default 4 x the load.")] = None,
-    output_tokens: Annotated[int | None, typer.Option("--output-tokens", help="Default: as recorded.")] = None,
+    max_running: Annotated[
+        int, typer.Option("--max-running", min=1, help="Requests at once where loads are rates.")
+    ] = 256,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="Requests in all; default 4 x the load.")
+    ] = None,
+    output_tokens: Annotated[int | None, typer.Option("--output-tokens", min=1, help="Default: as recorded.")] = None,
     acceptance: Annotated[str, typer.Option("--acceptance", help="sequential or bootstrap.")] = "sequential",
     extrapolate: Annotated[
         bool, typer.Option("--extrapolate", help="Continue the table beyond what was measured.")
@@ -334,17 +355,22 @@ def simulate(
 
     Prints throughput against speed per user for each verification policy.
     """
+    check_outputs({"--figure": figure, "--json": json_path}, [rounds, cost, scheduler, measured])
     check_file(rounds, "name a round file of `mtsp evaluate --rounds`")
     check_file(cost, "--cost is a cost table, as in the scheduler.json of `mtsp profile`")
     check_file(scheduler, "scheduler.json is what `mtsp calibrate` and `mtsp profile` write")
     check_file(measured, "--measured is a file of measured throughput")
     options: dict[str, Any] = {"policies": tuple(policy)} if policy else {}
+    wanted = "a positive number" + (" of requests a second" if load == "rate" else ": it counts requests")
+    amounts = [number("--loads", v, 0, above=True, wanted=wanted) for v in comma_separated(loads, "--loads", float)]
+    if load != "rate":
+        amounts = [whole_number("--loads", value, 1) for value in amounts]
     report = call(
         "scheduling.api:simulate",
         rounds,
         cost,
         scheduler=scheduler,
-        loads=_numbers(loads, "--loads", float),
+        loads=amounts,
         load=load,
         padded=padded,
         measured=measured,
@@ -361,14 +387,6 @@ def simulate(
     if figure is not None:
         call("reports.scheduling:throughput_figure", report, figure)
     emit(report, json_path)
-
-
-def _numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[Any]:
-    """Comma separated numbers of an option."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}: give numbers, comma separated, for example 1,2,4") from error
 
 
 def register(app: typer.Typer) -> None:

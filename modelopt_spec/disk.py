@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-__all__ = ["sha256_of", "sync_path"]
+__all__ = ["sha256_of", "sync_path", "usual_modes"]
 
 
 def sha256_of(path: Path) -> str:
@@ -26,3 +26,13 @@ def sync_path(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def usual_modes(root: Path) -> None:
+    """Give a directory and all in it the modes that the umask grants; temporary ones are their owner's alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for folder, _, files in os.walk(root):
+        Path(folder).chmod(0o777 & ~mask)
+        for name in files:
+            Path(folder, name).chmod(0o666 & ~mask)

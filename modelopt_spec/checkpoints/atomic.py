@@ -12,24 +12,41 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelopt_spec.disk import sync_path
+from modelopt_spec.disk import sync_path, usual_modes
 from modelopt_spec.errors import CheckpointError
 
-__all__ = ["atomic_directory", "check_free"]
+__all__ = ["DRAFTER_FILES", "atomic_directory", "check_free"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def check_free(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+DRAFTER_FILES = ("drafter.json", "drafter_card.json")
+"""A checkpoint holds the first, what this package exported the second."""
+
+
+def check_free(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    marks: Sequence[str] = (),
+    keep: Sequence[str | os.PathLike[str]] = (),
+) -> Path:
     """The absolute form of a path that a directory may be written to.
 
+    Args:
+        path: the directory.
+        overwrite: whether it may hold something, which is replaced.
+        marks: files of which what is replaced must hold one; none for anything.
+        keep: paths that are read and must not be replaced.
+
     Raises:
-        CheckpointError: the path is a file, a directory that is not empty (without ``overwrite``), or one that must
-            never be replaced as a whole (the home or working directory, or a parent of it).
+        CheckpointError: the path is a file, a directory that is not empty (without ``overwrite``), one that holds none
+            of ``marks``, or one that must never be replaced as a whole (the home or working directory, one of ``keep``,
+            or a parent of these).
     """
     final = Path(path).expanduser().absolute()
     if final.is_symlink():
@@ -41,9 +58,14 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path
             raise CheckpointError(
                 f"{final} exists and is not empty: name another directory, or pass overwrite (--overwrite)"
             )
-        for kept in (Path.cwd(), Path.home()):
-            if kept.is_relative_to(final):
+        for kept in (Path.cwd(), Path.home(), *(Path(name).expanduser().resolve() for name in keep)):
+            if kept.is_relative_to(final.resolve()):
                 raise CheckpointError(f"{final} holds {kept}, which overwriting would delete: name another directory")
+        if marks and not any((final / mark).is_file() for mark in marks):
+            raise CheckpointError(
+                f"{final} holds something else than a drafter of this package (there is no "
+                f"{' and no '.join(marks)}), which overwriting would delete: name another directory, or remove it"
+            )
     return final
 
 
@@ -62,7 +84,7 @@ def atomic_directory(path: str | os.PathLike[str], overwrite: bool = False) -> I
     work = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
     try:
         yield work
-        work.chmod(0o777 & ~_umask())
+        usual_modes(work)
         _sync_tree(work)
         check_free(final, overwrite=overwrite)
         _put(work, final)
@@ -106,12 +128,6 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(second))
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _sync_tree(root: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from modelopt_spec.checkpoints.atomic import atomic_directory, check_free
+from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
 from modelopt_spec.checkpoints.card import CARD, build_card
 from modelopt_spec.checkpoints.compare import Comparison
 from modelopt_spec.checkpoints.engines import ENGINES, deepseek_v4
@@ -36,6 +36,7 @@ from modelopt_spec.checkpoints.safe_read import INDEX_FILE, TensorEntry, read_js
 from modelopt_spec.checkpoints.store import fingerprint_of
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
+from modelopt_spec.consoles import stderr_console
 from modelopt_spec.errors import CheckpointError, UnsupportedError
 
 __all__ = ["BesideReport", "export_beside_target"]
@@ -84,7 +85,7 @@ class BesideReport:
 
     def show(self, console: Console | None = None) -> None:
         """Print what was written."""
-        console = console or Console(stderr=True)
+        console = console or stderr_console()
         console.print(
             f"target and draft in {self.path}: {self.parameters:,} draft parameters in {len(self.shards)} file(s)"
         )
@@ -129,9 +130,10 @@ def export_beside_target(
     """
     if experts not in ("float", "mxfp4"):
         raise UnsupportedError(f"experts is {experts!r}: it must be float or mxfp4")
-    source, final = Path(target_dir).resolve(), check_free(out, overwrite=overwrite)
-    if final.resolve() == source or source.is_relative_to(final.resolve()):
-        raise CheckpointError(f"{final} is the target's own directory, which stays as it is: name another one")
+    source = Path(target_dir).resolve()
+    if source.is_relative_to(Path(out).expanduser().resolve()):
+        raise CheckpointError(f"{out} is the target's own directory, which stays as it is: name another one")
+    final = check_free(out, overwrite=overwrite, marks=DRAFTER_FILES)
     draft, target, provenance, origin = draft_of(model_or_checkpoint)
     wanted = parse_dtype(dtype)
     draft = draft if wanted is None else cast_draft(draft, wanted)

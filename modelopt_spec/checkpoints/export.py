@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 
 from modelopt_spec.checkpoints import store
-from modelopt_spec.checkpoints.atomic import atomic_directory, check_free
+from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
 from modelopt_spec.checkpoints.card import CARD, build_card, provenance_of, target_identity
 from modelopt_spec.checkpoints.compare import Comparison, StandIn, compare_block, rebuild
 from modelopt_spec.checkpoints.engines import ExportPlan, get_engine, plan_export
@@ -146,7 +146,8 @@ def export(
         UnsupportedError: an engine that was named does not serve this drafter, or two cannot share one directory.
         CheckpointError: ``out`` is not free, or what was written does not reproduce the drafter.
     """
-    check_free(out, overwrite=overwrite)
+    read = () if isinstance(model_or_checkpoint, nn.Module) else (model_or_checkpoint,)
+    check_free(out, overwrite=overwrite, marks=DRAFTER_FILES, keep=read)
     engines = [engines] if isinstance(engines, str) else engines
     draft, target, provenance, source = draft_of(model_or_checkpoint)
     facts = TargetFacts.from_card(target)

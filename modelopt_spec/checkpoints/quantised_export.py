@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
-from modelopt_spec.checkpoints.atomic import check_free
+from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, check_free
 from modelopt_spec.checkpoints.export import export
-from modelopt_spec.checkpoints.quantise import EXCLUDED, quantise
+from modelopt_spec.checkpoints.quantise import EXCLUDED, check_exclude, quantise
+from modelopt_spec.consoles import stderr_console
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError
 
@@ -78,7 +78,8 @@ def quantize(
     drafter = getattr(model, "drafter", None)
     if not isinstance(drafter, Drafter):
         raise CheckpointError(f"this {type(model).__name__} has no drafter: call modelopt_spec.convert first")
-    check_free(out, overwrite=overwrite)
+    check_exclude(drafter, exclude)
+    check_free(out, overwrite=overwrite, marks=DRAFTER_FILES)
     settings: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "probabilities": False}
 
     def answer(files: Any) -> dict[str, Any]:
@@ -121,11 +122,15 @@ def _accepted(evaluation: dict[str, Any]) -> dict[str, Any]:
     return {name: pooled[name] for name in ("tau", "tau_interval", "rounds")}
 
 
+def _tau(part: dict[str, Any]) -> str:
+    return "-" if part["tau"] is None else f"{part['tau']:.3f}"
+
+
 def _show(report: dict[str, Any], format: str, layers: int) -> None:
     before, after, size = report["before"], report["after"], report["bytes"]
-    console = Console(stderr=True)
+    console = stderr_console()
     console.print(
-        f"{format}, {layers} layers: accepted length {before['tau']:.3f} before, {after['tau']:.3f} after "
+        f"{format}, {layers} layers: accepted length {_tau(before)} before, {_tau(after)} after "
         f"({before['rounds']} and {after['rounds']} rounds); {size['before'] / 1e6:.1f} MB became "
         f"{size['after'] / 1e6:.1f} MB",
         highlight=False,

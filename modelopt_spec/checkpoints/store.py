@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from modelopt_spec.checkpoints.atomic import atomic_directory
+from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
 from modelopt_spec.checkpoints.card import target_identity
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES, convert
@@ -91,6 +92,7 @@ def save(model: nn.Module, path: str | Path, *, overwrite: bool = False, extra: 
     """
     drafter = _drafter_of(model)
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    check_free(path, overwrite=overwrite, marks=DRAFTER_FILES)
     with atomic_directory(Path(path), overwrite=overwrite) as directory:
         identity = {"target_identity": target_identity(model, name)}
         write_drafter(drafter, directory, target=name, extra={**identity, **(extra or {})})
@@ -100,15 +102,20 @@ def save(model: nn.Module, path: str | Path, *, overwrite: bool = False, extra: 
 def read_description(path: str | Path) -> dict[str, Any]:
     """The content of a checkpoint's ``drafter.json``, checked for kind and version."""
     file = Path(path) / DESCRIPTION
+    inner = Path(path) / "drafter"
+    if not file.is_file() and (inner / DESCRIPTION).is_file():
+        raise CheckpointError(f"{path} is a run, not a checkpoint: its drafter is {inner}")
     if not file.is_file():
         raise CheckpointError(
             f"{path} holds no {DESCRIPTION}, so it is not a checkpoint of this package. A published or exported draft "
             "is read by load_drafter (`mtsp import`)"
         )
     try:
-        description = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        description = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}): restore it from a backup") from None
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{file} holds a {type(description).__name__}, not an object: restore it from a backup")
     if description.get("kind") != KIND or description.get("version") != VERSION:
         raise CheckpointError(
             f"{file} is of kind {description.get('kind')!r}, version {description.get('version')!r}; this version of "
@@ -159,4 +166,16 @@ def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Mod
     if len(dtypes) == 1:
         drafter.to(dtypes.pop())
     drafter.load_state_dict(weights)
+    _tell_other_target(path, description, model)
     return model
+
+
+def _tell_other_target(path: str | Path, description: dict[str, Any], model: nn.Module) -> None:
+    """Warn where the model is of another kind than the one that the drafter was trained for."""
+    trained = (description.get("target_identity") or {}).get("class")
+    if trained is not None and trained != type(model).__name__:
+        warnings.warn(
+            f"{path} was trained for a {trained} ({description.get('target') or 'unnamed'}), and this is a "
+            f"{type(model).__name__}: of another target almost nothing is accepted",
+            stacklevel=3,
+        )

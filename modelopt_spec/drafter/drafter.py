@@ -58,6 +58,11 @@ class Drafter(nn.Module, ABC):
             setattr(self, head.prefix, head)
         self.confidence_head: ConfidenceHead | None = None
         if config.confidence.enabled:
+            if head is not None and config.confidence.with_markov and not head.uses_prev_embedding:
+                raise ConfigError(
+                    f"confidence.with_markov is true, but the head {config.head.type!r} embeds no previous token: set "
+                    "confidence.with_markov to false"
+                )
             embedding_dim = head.prev_embedding_dim if head is not None and config.confidence.with_markov else 0
             self.confidence_head = ConfidenceHead(width, embedding_dim, bias=confidence_bias)
         if config.draft_vocab_size is not None:

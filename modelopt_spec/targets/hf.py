@@ -127,8 +127,15 @@ class HFTarget:
         return embedding if self._shape.embedding_scale == 1.0 else embedding * self._shape.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V] through the model's own output projection, scaling and soft-capping."""
-        logits = self.model.get_output_embeddings()(hidden)
+        """[..., D] -> [..., V] through the model's own output projection, scaling and soft-capping.
+
+        A drafter with master weights of a wider type than the target's gives hidden states of that type.
+        """
+        output = self.model.get_output_embeddings()
+        weight = getattr(output, "weight", None)
+        if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            hidden = hidden.to(weight.dtype)
+        logits = output(hidden)
         if self._shape.logit_scale != 1.0:
             logits = logits * self._shape.logit_scale
         cap = self._shape.logit_softcapping

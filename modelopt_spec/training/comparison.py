@@ -16,9 +16,11 @@ from rich.console import Console
 
 from modelopt_spec.checkpoints.opening import open_checkpoint
 from modelopt_spec.decoding.evaluate import evaluate
+from modelopt_spec.decoding.prompts import read_prompt_files
 from modelopt_spec.decoding.statistics import PromptCounts, interval, paired_interval
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.training.recipe import load_recipe
 from modelopt_spec.training.train import DRAFTER, REPORT, train
 
 __all__ = ["COMPARISON_KIND", "compare_recipes", "head_cost", "summarise"]
@@ -129,6 +131,27 @@ def _acceptance_by_slot(entry: dict[str, Any]) -> list[float | None]:
     return shares
 
 
+def _same_settings(made: Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
+    """Refuse a result that was made with other settings than those asked for; where it was written does not count."""
+    now, then = _flat(json.loads(json.dumps(asked))), _flat(found)
+    ignored = {"training.output_dir", "export.output_dir"}
+    other = [f"{key} {then[key]!r}, not {now[key]!r}" for key in now if key in then and now[key] != then[key]]
+    other = [text for text in other if text.split(" ", 1)[0] not in ignored]
+    if other:
+        raise ConfigError(
+            f"{made} was made with {'; '.join(other[:3])}: name another directory for this comparison, or remove it"
+        )
+
+
+def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested mappings as ``{"training.max_steps": 5}``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        full = f"{path}.{key}" if path else str(key)
+        flat.update(_flat(value, full) if isinstance(value, dict) else {full: value})
+    return flat
+
+
 def _run(
     recipe: str,
     settings: list[str],
@@ -139,12 +162,23 @@ def _run(
     max_new_tokens: int,
     quiet: bool,
 ) -> dict[str, Any]:
-    """One training and its evaluation, each only if its file is not there yet."""
+    """One training and its evaluation, each only if its file is not there yet.
+
+    Raises:
+        ConfigError: what is there was made with other settings.
+    """
     if not (run / REPORT).is_file():
         train(recipe, settings, resume=run.is_dir(), quiet=quiet)
     report = json.loads((run / REPORT).read_text())
+    _same_settings(run, load_recipe(recipe, settings).model_dump(), report["recipe"])
     evaluation_file = run / "evaluation.json"
-    if not evaluation_file.is_file():
+    if evaluation_file.is_file():
+        made, files = json.loads(evaluation_file.read_text()), read_prompt_files(prompts, limit)
+        now = [f"{len(file.dialogues)} ({file.sha256[:8]})" for file in files]
+        then = [f"{file['prompts']} ({file['sha256'][:8]})" for file in made["prompts"]["files"]]
+        asked = {"max_new_tokens": max_new_tokens, "prompts": now}
+        _same_settings(evaluation_file, asked, {"max_new_tokens": made["max_new_tokens"], "prompts": then})
+    else:
         model, tokenizer = open_checkpoint(run / DRAFTER)
         evaluation = evaluate(
             model,

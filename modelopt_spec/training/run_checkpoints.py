@@ -6,14 +6,18 @@ over on resume.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modelopt_spec.disk import sha256_of, sync_path
+from modelopt_spec.disk import sha256_of, sync_path, usual_modes
 from modelopt_spec.errors import CheckpointError
 
 __all__ = [
@@ -27,12 +31,14 @@ __all__ = [
     "checkpoint_dir",
     "clear_staging",
     "is_intact",
+    "locked",
     "newest_intact",
     "prune",
     "publish",
     "read_run",
     "seal",
     "staging_dir",
+    "step_of",
 ]
 
 SEAL, RUN = "sealed.json", "run.json"
@@ -68,6 +74,31 @@ def check_writable(run_dir: Path) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep a second process out of a run's directory. The lock is the process's own and dies with it.
+
+    Raises:
+        CheckpointError: another process trains into the directory.
+    """
+    directory = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        raise CheckpointError(
+            f"another process trains into {run_dir}: wait for it, or set another training.output_dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            os.close(directory)
+            raise
+    try:
+        yield
+    finally:
+        os.close(directory)
+
+
 def check_free(run_dir: Path, *, resume: bool = False, export: str | Path | None = None) -> None:
     """Refuse a directory that a run must not write to; nothing is created or written.
 
@@ -100,7 +131,7 @@ def check_free(run_dir: Path, *, resume: bool = False, export: str | Path | None
         )
     _refuse_foreign(run_dir / DRAFTER, "drafter.json", "training.output_dir")
     if export is not None:
-        _refuse_foreign(Path(export), "config.json", "export.output_dir")
+        _refuse_foreign(Path(export), "drafter_card.json", "export.output_dir")
 
 
 def _refuse_foreign(place: Path, mark: str, setting: str) -> None:
@@ -138,6 +169,7 @@ def publish(run_dir: Path, step: int) -> Path:
 def seal(directory: Path) -> None:
     """Flush every file of a complete checkpoint to disk and record its sha256; the record appears at once or not."""
     files = {}
+    usual_modes(directory)
     for file in sorted(directory.rglob("*")):
         if file.is_file() and file.name != SEAL:
             files[str(file.relative_to(directory))] = sha256_of(file)
@@ -177,6 +209,14 @@ def is_intact(directory: Path) -> bool:
     except (OSError, json.JSONDecodeError):
         return False
     return all((directory / name).is_file() and sha256_of(directory / name) == sealed for name, sealed in files.items())
+
+
+def step_of(directory: Path) -> int:
+    """The step of a ``checkpoint-N``."""
+    found = _NAME.search(directory.name)
+    if found is None:
+        raise CheckpointError(f"{directory} is not a run's checkpoint: its name is not checkpoint-STEP")
+    return int(found[1])
 
 
 def newest_intact(run_dir: Path) -> Path | None:

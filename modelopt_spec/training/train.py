@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from modelopt_spec import noise
-from modelopt_spec.checkpoints.store import save
+from modelopt_spec.checkpoints.store import DESCRIPTION, restore, save
 from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.drafter.experts_parallel import spread_for_training
@@ -99,6 +101,14 @@ def train(
     output_dir = loaded.output_dir
     arguments = _arguments(loaded, output_dir)
     checkpoint = _begin(output_dir, loaded.export_dir, resume, arguments)
+    with run_checkpoints.locked(output_dir) if arguments.should_save else contextlib.nullcontext():
+        return _train(loaded, arguments, output_dir, checkpoint, quiet=quiet)
+
+
+def _train(
+    loaded: Recipe, arguments: TrainingArguments, output_dir: Path, checkpoint: Path | None, *, quiet: bool
+) -> TrainResult:
+    """The run, from ``checkpoint`` on where there is one."""
     model_section = loaded.model
     shard = loaded.training.shard_target and arguments.world_size > 1
     with _one_after_the_other(arguments):
@@ -120,7 +130,20 @@ def train(
         spread_for_training(drafter, arguments)
     trainer = _trainer(model, tokenizer, data, loaded, arguments, quiet=quiet)
     started = time.time()
-    stopped_by = _run(trainer, checkpoint, loaded.training.max_minutes, quiet=quiet)
+    stopped_by = None
+    if checkpoint is not None and run_checkpoints.step_of(checkpoint) >= _steps(trainer):
+        finished = _finished(model, output_dir)
+        if finished is not None:
+            if not quiet and arguments.should_log:
+                print(f"{output_dir} is finished: nothing was trained, nothing was written", file=sys.stderr)
+            stopped = finished["stopped_by"]
+            return TrainResult(
+                model, tokenizer, output_dir, output_dir / DRAFTER, finished, stopped, arguments.process_index
+            )
+        restore(model, checkpoint)
+        trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    else:
+        stopped_by = _run(trainer, checkpoint, loaded.training.max_minutes, quiet=quiet)
     report = _report(trainer, loaded, data, time.time() - started, stopped_by)
     saved = output_dir / DRAFTER
     if stopped_by == "SIGTERM":
@@ -275,12 +298,27 @@ def _remote(model: Any, recipe: Recipe, layer_ids: Sequence[int]) -> FeatureSour
     )
 
 
+def _steps(trainer: DraftTrainer) -> int:
+    """Steps of the whole run."""
+    args = trainer.args
+    return args.max_steps if args.max_steps > 0 else int(trainer.epochs.steps * args.num_train_epochs)
+
+
+def _finished(model: nn.Module, output_dir: Path) -> dict[str, Any] | None:
+    """The report of a run that has written its result, and the result's weights; None where it died before that."""
+    drafter, report = output_dir / DRAFTER, output_dir / REPORT
+    if not report.is_file() or not (drafter / DESCRIPTION).is_file():
+        return None
+    restore(model, drafter)
+    loaded: dict[str, Any] = json.loads(report.read_text())
+    return loaded
+
+
 def _run(trainer: DraftTrainer, checkpoint: Path | None, max_minutes: float | None, *, quiet: bool) -> str | None:
     """Train; what ended the run before its last step, if anything did."""
     args = trainer.args
-    total = args.max_steps if args.max_steps > 0 else int(trainer.epochs.steps * args.num_train_epochs)
     with (
-        progress("train", total, quiet=quiet or not args.should_log) as advance,
+        progress("train", _steps(trainer), quiet=quiet or not args.should_log) as advance,
         Interrupt(max_minutes) as interrupt,
         noise.filtered(),
     ):

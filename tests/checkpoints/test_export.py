@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -36,6 +37,34 @@ def test_export_and_load_are_inverse(tmp_path, case):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     export(other, tmp_path / "b", layout=layout, quiet=True)
     assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_overwriting_spares_what_is_read_and_what_is_no_drafter(tmp_path):
+    model = converted("vanilla")
+    save(model, tmp_path / "run" / "drafter")
+    for out in (tmp_path / "run" / "drafter", tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="which overwriting would delete"):
+            export(tmp_path / "run" / "drafter", out, overwrite=True, quiet=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    for write in (export, save):
+        with pytest.raises(CheckpointError, match="something else than a drafter"):
+            write(model, tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+    assert (tmp_path / "run" / "drafter" / "drafter.json").is_file()
+
+
+def test_files_have_the_modes_that_the_umask_grants(tmp_path):
+    before = os.umask(0o022)
+    try:
+        model = converted("vanilla")
+        export(model, tmp_path / "out", quiet=True)
+        save(model, tmp_path / "checkpoint")
+    finally:
+        os.umask(before)
+    for directory in (tmp_path / "out", tmp_path / "checkpoint"):
+        assert directory.stat().st_mode & 0o777 == 0o755
+        assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o644}
 
 
 def test_headless_anchor_first_drafts_get_a_head_of_zeros(tmp_path):
@@ -128,8 +157,12 @@ def test_a_directory_in_use_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="overwrite"):
         export(converted(), tmp_path / "out", quiet=True)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
-    export(converted(), tmp_path / "out", overwrite=True, quiet=True)
-    assert not (tmp_path / "out" / "mine").exists()
+    with pytest.raises(CheckpointError, match="something else than a drafter"):
+        export(converted(), tmp_path / "out", overwrite=True, quiet=True)
+    export(converted(), tmp_path / "other", quiet=True)
+    (tmp_path / "other" / "mine").write_text("x")
+    export(converted(), tmp_path / "other", overwrite=True, quiet=True)
+    assert not (tmp_path / "other" / "mine").exists()
 
 
 def test_nothing_appears_when_the_proof_fails(tmp_path, monkeypatch):

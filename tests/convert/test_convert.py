@@ -11,6 +11,7 @@ import torch
 import modelopt_spec as mtsp
 from modelopt_spec.config import DSparkConfig
 from modelopt_spec.drafter.drafter import Drafter
+from modelopt_spec.drafter.heads.vanilla import VanillaMarkovHead
 from modelopt_spec.errors import ConfigError, UnsupportedError
 from modelopt_spec.targets.hf import HFTarget
 from tests.tiny import TEXT_MODELS, tiny, tiny_vision_language
@@ -118,6 +119,13 @@ def test_bad_configs_name_field_value_and_fix(config: dict, message: str) -> Non
     assert not hasattr(model, "drafter")
     assert not mto.ModeloptStateManager.is_converted(model)
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_head_without_an_embedding_and_a_confidence_that_reads_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VanillaMarkovHead, "uses_prev_embedding", False)
+    with pytest.raises(ConfigError, match=r"'vanilla' embeds no previous token: set confidence\.with_markov to false"):
+        mtsp.convert(tiny(), ("dspark", SMALL), quiet=True)
+    mtsp.convert(tiny(), ("dspark", {**SMALL, "confidence": {"with_markov": False}}), quiet=True)
 
 
 def test_unknown_modes_and_models() -> None:

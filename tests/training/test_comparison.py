@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from modelopt_spec.errors import ConfigError
 from modelopt_spec.reports.comparison import COLUMNS, comparison_rows, draw_comparison
 from modelopt_spec.training import comparison as comparison_module
 from modelopt_spec.training.comparison import compare_recipes, summarise
@@ -81,6 +82,13 @@ def test_a_stopped_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         first, second = (run["evaluation"]["pooled"] for run in found["runs"])
         together = first["tau"] * first["rounds"] + second["tau"] * second["rounds"]
         assert found["summary"]["tau"] == pytest.approx(together / (first["rounds"] + second["rounds"]))
+    for changed, message in (
+        ({"overrides": ["training.max_steps=2"]}, "seed-0 was made with training.max_steps 3, not 2"),
+        ({"max_new_tokens": 7}, "evaluation.json was made with max_new_tokens 6, not 7"),
+        ({"limit": 2}, "evaluation.json was made with prompts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compare_recipes(entries, tmp_path / "out", [data], **{**options, **changed})
     rows = comparison_rows(written)
     assert {len(row) for row in rows} == {len(COLUMNS)}
     assert draw_comparison(written, tmp_path / "figure.png").stat().st_size > 5000

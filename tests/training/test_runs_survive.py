@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,40 @@ def test_a_resumed_run_ends_like_the_uninterrupted_one(material, whole, tmp_path
     result = run(material, interrupted(whole, tmp_path / "run", step), resume=True)
     assert_same_end(result, whole)
     assert losses(result.report) == losses(whole.report)
+
+
+def test_a_finished_run_is_left_as_it_is(material, tmp_path) -> None:
+    first = run(material, tmp_path / "run")
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = run(material, tmp_path / "run", resume=True)
+    assert_same_end(again, first)
+    assert again.report == json.loads((tmp_path / "run" / "report.json").read_text())
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
+
+
+def test_a_run_that_died_before_its_result_writes_it(material, whole, tmp_path) -> None:
+    result = run(material, interrupted(whole, tmp_path / "run", STEPS), resume=True)
+    assert_same_end(result, whole)
+    assert losses(json.loads((tmp_path / "run" / "report.json").read_text())) == losses(whole.report)
+    assert (tmp_path / "run" / "drafter" / "drafter.json").is_file()
+
+
+def test_a_second_process_is_kept_out(material, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    hold = (
+        "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(CheckpointError, match="another process trains into"):
+            run(material, tmp_path / "run")
+    finally:
+        holder.kill()
+        holder.wait()
+    run(material, tmp_path / "run")
 
 
 def test_dominos_curriculum_goes_on_where_it_was(material, tmp_path) -> None:
