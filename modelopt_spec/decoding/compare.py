@@ -27,7 +27,7 @@ __all__ = ["COMPARISON_KIND", "compare_checkpoints", "compare_reports"]
 
 COMPARISON_KIND = "mtsp.comparison"
 
-_SAME = ("max_new_tokens", "top_k", "top_p", "dtype", "seed")
+_SAME = ("model", "max_new_tokens", "top_k", "top_p", "dtype", "seed")
 
 
 def compare_checkpoints(
