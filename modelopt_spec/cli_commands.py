@@ -92,7 +92,8 @@ def generate(
         seed=seed,
     )
     typer.echo(result["text"])
-    rows = [[name, result[name]] for name in ("new_tokens", "rounds", "tau", "tokens_per_second")]
+    shown = ("new_tokens", "rounds", "tau", "tokens_per_second")
+    rows = [[name, "-" if result[name] is None else result[name]] for name in shown]
     if not quiet:
         print_table("", ["", ""], rows)
     emit(result, json_path)

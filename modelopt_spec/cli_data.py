@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from modelopt_spec.cli import Device, Json, Quiet, call, console, device_of, emit, print_table
-from modelopt_spec.cli_checks import check_place, check_recipe_data, check_sources, check_target, load_checked
+from modelopt_spec.cli_checks import (
+    check_outputs,
+    check_place,
+    check_recipe_data,
+    check_sources,
+    check_target,
+    load_checked,
+)
 from modelopt_spec.errors import ConfigError
 
 app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
@@ -70,6 +77,7 @@ def regenerate(
         values["server"] = {"base_url": server, **({"model": model} if model else {})}
     config = _config("RegenerateConfig", values, settings)
     check_sources(prompts)
+    call("data.ledger:check_begun", out)
     answerer = None if server else _local_model(model, config)
     report = call("data:regenerate", config, answerer, quiet=quiet)
     emit(vars(report), json_path)
@@ -107,8 +115,7 @@ def inspect(
     config = _config("DataConfig", {"train": tuple(sources), "max_length": max_length}, settings)
     check_sources(sources)
     check_target(target)
-    if rejects is not None and any(rejects.resolve() == Path(source).expanduser().resolve() for source in sources):
-        raise ConfigError(f"--rejects {rejects} is a source: name another file")
+    check_outputs({"--rejects": rejects, "--figure": figure, "--json": json_path}, sources)
     tokenizer = call("targets.load:load_tokenizer", target)
     tolerant = config.replace(max_bad_share=1.0)
     data = call("data:load_datasets", tolerant, tokenizer, quiet=quiet, rejects=rejects)

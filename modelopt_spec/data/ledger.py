@@ -10,7 +10,28 @@ from typing import Any
 from modelopt_spec.errors import DataError
 from modelopt_spec.text_files import read_json_object
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "check_begun"]
+
+
+def _description(path: Path) -> Path:
+    return path.with_name(path.name + ".meta.json")
+
+
+def check_begun(path: str | Path) -> Path:
+    """A file that a ledger may go on with: one that is new or empty, or that has its description beside it.
+
+    Raises:
+        DataError: it holds other data, or is no file.
+    """
+    place = Path(path).expanduser()
+    if place.exists() and not place.is_file():
+        raise DataError(f"{str(place)!r} is no ordinary file: name the .jsonl file that answers go to")
+    if place.is_file() and place.stat().st_size and not _description(place).is_file():
+        raise DataError(
+            f"{str(place)!r} is no file of answers that this command began (there is no {_description(place).name} "
+            "beside it), and nothing is appended to other data: name another file, or put the description back"
+        )
+    return place
 
 
 class Ledger:
@@ -28,17 +49,11 @@ class Ledger:
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any]) -> None:
-        self.path = Path(path).expanduser()
+        self.path = check_begun(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.settings = json.loads(json.dumps(settings))
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            if self.path.stat().st_size and not self.meta_path.is_file():
-                raise DataError(
-                    f"{str(self.path)!r} is no file of answers that this command began (there is no "
-                    f"{self.meta_path.name} beside it), and nothing is appended to other data: name another "
-                    "file, or put the description back"
-                )
             self._lock()
             self.ids = self._recover()
             self._check_settings()
@@ -49,7 +64,7 @@ class Ledger:
     @property
     def meta_path(self) -> Path:
         """Where the description of the run stands."""
-        return self.path.with_name(self.path.name + ".meta.json")
+        return _description(self.path)
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row; it counts as done once this returns."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from modelopt_spec.data.answering import Dialogue, Server
 from modelopt_spec.data.config import RegenerateConfig
-from modelopt_spec.data.ledger import Ledger
+from modelopt_spec.data.ledger import Ledger, check_begun
 from modelopt_spec.data.looping import looping
 from modelopt_spec.data.messages import Conversation, RowError, parse_row
 from modelopt_spec.data.ordering import KeyedRow, RowOrder, hash_share, row_key
@@ -75,6 +75,7 @@ def regenerate(config: RegenerateConfig, answerer: Answerer | None = None, *, qu
         DataError: an output that was begun with other settings, a server that stays away or refuses, or more failures
             than ``max_failed_share``. Everything written so far stays, and the next run goes on from there.
     """
+    check_begun(config.output)
     if answerer is None:
         if config.server is None:
             raise DataError("regenerate needs a server section, or a model in this process as answerer")

@@ -121,7 +121,9 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | RowError]
                     continue
                 try:
                     yield index, json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                except json.JSONDecodeError as error:
+                    yield index, RowError("not_json", f"{error.msg} at column {error.colno}")
+                except (UnicodeDecodeError, RecursionError) as error:
                     yield index, RowError("not_json", str(error))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"data source {str(file)!r} is damaged or no gzip file ({error}): copy it again") from None

@@ -155,7 +155,7 @@ OPTIONS = {
     ),
     "rejects over a source": (
         ["data", "inspect", "rows.jsonl", "--target", "target", "--rejects", "rows.jsonl"],
-        "--rejects rows.jsonl is a source",
+        "--rejects rows.jsonl is a file that this command reads",
     ),
 }
 
