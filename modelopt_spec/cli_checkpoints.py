@@ -85,8 +85,8 @@ def quantize(
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", help="Modules that stay; replaces the default list.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Prompts of each file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens of each answer.")] = 128,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of each answer.")] = 128,
     device: Annotated[
         str | None, typer.Option("--device", help="cpu, cuda, ...; default: cuda if there is one.")
     ] = None,
@@ -129,7 +129,7 @@ def distill(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of `mtsp train` with a gated, rnn or vanilla head.")],
     out: Annotated[Path, typer.Argument(help="Run directory of the new drafter.")],
     head: Annotated[str, typer.Option("--head", help="The new head: vanilla, gated or rnn.")] = "vanilla",
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps; the backbone is frozen.")] = 300,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps; the backbone is frozen.")] = 300,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override of the recipe, key=value.")] = None,
     quiet: Quiet = False,
     json_path: Json = None,
@@ -198,7 +198,9 @@ def import_draft(
     out: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
     target: Annotated[str, typer.Option("--target", help="The target that the draft was trained for.")],
     layout: Annotated[str | None, typer.Option("--layout", help="Read it as this layout.")] = None,
-    allow_contradictions: Annotated[bool, typer.Option("--allow-contradictions", help="Top-level keys win.")] = False,
+    allow_contradictions: Annotated[
+        bool, typer.Option("--allow-contradictions", help="Take the key that the layout names first.")
+    ] = False,
     ignore_unknown: Annotated[bool, typer.Option("--ignore-unknown", help="Leave out unknown tensors.")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
