@@ -146,6 +146,10 @@ def generate(
         )
     prompts = _unpad(input_ids, attention_mask, settings)
     _check_range(prompts, target.shape.embedding_rows)
+    if streamer is not None and not callable(streamer) and not hasattr(streamer, "put"):
+        raise ConfigError(
+            f"streamer is a {type(streamer).__name__}: pass a function of (row, new_tokens) or a transformers streamer"
+        )
     if hasattr(streamer, "put") and len(prompts) > 1:
         raise ConfigError("a transformers streamer takes one prompt at a time: pass a function of (row, new_tokens)")
     random = random or RowRandom(len(prompts), seed, generator)

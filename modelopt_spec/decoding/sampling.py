@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelopt_spec.arguments import number, whole_number
 from modelopt_spec.errors import ConfigError
 
 __all__ = ["GREEDY", "Sampling", "probabilities"]
@@ -30,12 +31,9 @@ class Sampling:
     """Keep the most probable tokens up to this probability; 1 keeps all."""
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}: it must be 0 (off) or the number of tokens to keep")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}: it must lie in (0, 1]; 1 is off")
+        number("temperature", self.temperature, 0, wanted="0 (greedy) or a positive number")
+        whole_number("top_k", self.top_k, 0, note=": the tokens to keep; 0 is off")
+        number("top_p", self.top_p, 0, 1, above=True, wanted="a number in (0, 1]; 1 is off")
 
     @property
     def greedy(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig
 
-from modelopt_spec.arguments import number, whole_number
+from modelopt_spec.arguments import whole_number
 from modelopt_spec.decoding.sampling import GREEDY, Sampling
 from modelopt_spec.errors import ConfigError, UnsupportedError
 
@@ -138,12 +138,9 @@ def _sampling(
 
 
 def _checked(temperature: Any, top_k: Any, top_p: Any) -> Sampling:
-    """A sampling of values that are numbers; :class:`Sampling` checks their ranges."""
-    return Sampling(
-        number("temperature", temperature, wanted="0 (greedy) or a positive number"),
-        whole_number("top_k", top_k, 0, note="; 0 is off"),
-        number("top_p", top_p, wanted="a number in (0, 1]; 1 is off"),
-    )
+    """A sampling of plain numbers, whose types and ranges :class:`Sampling` checks before they are converted."""
+    given = Sampling(temperature, top_k, top_p)
+    return Sampling(float(given.temperature), int(given.top_k), float(given.top_p))
 
 
 def _complete(given: GenerationConfig | None, own: GenerationConfig | None) -> GenerationConfig:
@@ -197,6 +194,10 @@ def resolve_settings(
     Raises:
         ConfigError: no limit on the length, or a value out of range. UnsupportedError: see the module's text.
     """
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise ConfigError(
+            f"generation_config is a {type(generation_config).__name__}: it must be a transformers.GenerationConfig"
+        )
     config = _complete(generation_config, getattr(model, "generation_config", None))
     sampling = _sampling(config, do_sample, temperature, top_k, top_p)
     _refuse(config, sampling)

@@ -106,6 +106,7 @@ def calibrate(
         number("max_noise", max_noise, 0, wanted="0 or a positive number")
     if min_events is not None:
         whole_number("min_events", min_events, 0)
+    number("temperature", temperature, 0, wanted="0 (greedy) or a positive number")
     prompts = check_paths("prompts", prompts, "a JSONL prompt file")
     limits = {"max_noise": max_noise, "min_events": min_events}
     options = CalibrationOptions(
@@ -285,6 +286,11 @@ def open_policy(scheduler: Any, model: nn.Module, tokenizer: Any = None, *, gamm
     Raises:
         CheckpointError: the file is of another gamma, drafter, tokenizer, machine or dtype. ConfigError: no cost table.
     """
+    if scheduler is not None and not isinstance(scheduler, str | os.PathLike) and not hasattr(scheduler, "lengths"):
+        raise ConfigError(
+            f"scheduler is a {type(scheduler).__name__}: pass the path of a scheduler.json, or a length policy of "
+            "modelopt_spec.scheduling"
+        )
     if not isinstance(scheduler, str | os.PathLike):
         return scheduler
     return load_scheduler(Path(scheduler), gamma=gamma, here=identity_of(model, tokenizer)).scheduler()

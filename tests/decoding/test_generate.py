@@ -320,6 +320,9 @@ def test_bad_prompts_and_settings_are_named():
         *(("seed", value) for value in ("x", -1, 0.5)),
         ("do_sample", "yes"),
         ("stop_strings", 5),
+        ("generation_config", {"max_new_tokens": 4}),
+        ("streamer", 5),
+        ("scheduler", 5),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_named(name: str, value):
