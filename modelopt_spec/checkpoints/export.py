@@ -30,6 +30,7 @@ from modelopt_spec.checkpoints.quantise import float_weights, is_quantised, pack
 from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.checkpoints.zero_head import needs_zero_head, with_zero_head
 from modelopt_spec.config import DrafterConfig
+from modelopt_spec.consoles import stderr_console
 from modelopt_spec.disk import sha256_of
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError, ConfigError
@@ -88,7 +89,7 @@ class ExportReport:
 
     def show(self, console: Console | None = None) -> None:
         """Print what was written and how to serve it."""
-        console = console or Console(stderr=True)
+        console = console or stderr_console()
         table = Table(
             "", "", title=f"exported to {self.path}", title_justify="left", show_edge=False, show_header=False
         )

@@ -19,7 +19,8 @@ from modelopt_spec.decoding.evaluate import evaluate
 from modelopt_spec.decoding.prompts import read_prompt_files
 from modelopt_spec.decoding.statistics import PromptCounts, interval, paired_interval
 from modelopt_spec.drafter.drafter import Drafter
-from modelopt_spec.errors import ConfigError
+from modelopt_spec.errors import ConfigError, DataError
+from modelopt_spec.text_files import finite
 from modelopt_spec.training.recipe import load_recipe
 from modelopt_spec.training.train import DRAFTER, REPORT, train
 
@@ -80,7 +81,7 @@ def compare_recipes(
         made = {"name": entry, "recipe": recipe, "overrides": own_overrides, "head": head, "head_cost": cost}
         result["entries"].append({**made, "runs": runs})
         summarise(result)
-        (directory / "comparison.json").write_text(json.dumps(result, indent=1) + "\n")
+        (directory / "comparison.json").write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
     return result
 
 
@@ -118,7 +119,10 @@ def _prompt_counts(entry: dict[str, Any]) -> PromptCounts:
 
 
 def _tau(counts: PromptCounts) -> float:
-    return sum(committed for _, committed in counts.values()) / sum(rounds for rounds, _ in counts.values())
+    rounds = sum(count for count, _ in counts.values())
+    if not rounds:
+        raise DataError("no prompt needed a round, so there is nothing to compare: raise max_new_tokens")
+    return sum(committed for _, committed in counts.values()) / rounds
 
 
 def _acceptance_by_slot(entry: dict[str, Any]) -> list[float | None]:
@@ -191,7 +195,7 @@ def _run(
             seed=0,
             quiet=quiet,
         )
-        evaluation_file.write_text(json.dumps(evaluation, indent=1) + "\n")
+        evaluation_file.write_text(json.dumps(finite(evaluation), indent=1, allow_nan=False) + "\n")
     curve = [
         {key: entry[key] for key in ("step", "loss", "tau", "tau_probability") if key in entry}
         for entry in report["curves"]

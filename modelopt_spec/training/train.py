@@ -25,6 +25,7 @@ from modelopt_spec.drafter.experts_parallel import spread_for_training
 from modelopt_spec.errors import ConfigError
 from modelopt_spec.progress import progress
 from modelopt_spec.targets.load import load_target, load_tokenizer
+from modelopt_spec.text_files import finite
 from modelopt_spec.training import ranks, run_checkpoints, sharding
 from modelopt_spec.training.features import FeatureSource, MemoryFeatures, OnlineFeatures
 from modelopt_spec.training.interrupt import Interrupt
@@ -354,5 +355,5 @@ def _report(trainer: DraftTrainer, recipe: Recipe, data: Any, seconds: float, st
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
     temporary.replace(path)
