@@ -154,6 +154,18 @@ def _copy_rejects(directory: Path, file: Path | None) -> None:
         shutil.copyfile(directory / REJECTS, file)
 
 
+def _check_replaceable(out: Path, config: DataConfig) -> None:
+    """Refuse to replace what is not prepared rows, or holds a source of the rows."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file()):
+        raise DataError(
+            f"{str(out)!r} holds something else than prepared rows (there is no {MANIFEST}), which overwriting would "
+            "delete: choose another directory, or remove it"
+        )
+    for source in (*config.train, *config.validation):
+        if Path(source.path).expanduser().resolve().is_relative_to(out.resolve()):
+            raise DataError(f"{str(out)!r} holds the source {source.path!r}: choose another directory")
+
+
 def prepare(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -167,11 +179,13 @@ def prepare(
     The directory appears whole or not at all; a rejects file of a run that failed is left beside it.
 
     Raises:
-        DataError: ``out_dir`` exists and ``overwrite`` is off, or the rows cannot be used.
+        DataError: ``out_dir`` exists and ``overwrite`` is off, it holds something else than prepared rows or what is
+            read, or the rows cannot be used.
     """
     out = Path(out_dir).expanduser()
     if out.exists() and not overwrite:
         raise DataError(f"{str(out)!r} exists already: choose another directory or allow overwriting")
+    _check_replaceable(out, config)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     failed = out.parent / f"{out.name}.rejects.jsonl"
@@ -195,9 +209,16 @@ def prepare(
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
         for split in splits.values():
             split.dataset = None
+        old = partial.with_name(f"{partial.name}.old")
         if out.exists():
-            shutil.rmtree(out)
-        os.rename(partial, out)
+            os.rename(out, old)
+        try:
+            os.rename(partial, out)
+        except OSError:
+            if old.exists():
+                os.rename(old, out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         if (partial / REJECTS).is_file():
             os.replace(partial / REJECTS, failed)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -14,7 +12,7 @@ import matplotlib
 import yaml
 
 from modelopt_spec.errors import CheckpointError
-from modelopt_spec.reports import comparison, evaluation, scheduling, training
+from modelopt_spec.reports import comparison, evaluation, html, scheduling, training
 from modelopt_spec.reports.run import Found, RunFiles, collect
 from modelopt_spec.versions import versions
 
@@ -105,7 +103,7 @@ def _page(run: RunFiles) -> tuple[str, list[str]]:
     body = "\n".join(f'<section id="{name}">\n{part}\n</section>' for name, part in parts)
     title, subtitle = _title(run)
     damaged = "".join(
-        _note(f"{path} cannot be read and is left out: {reason}", bad=True) for path, reason in run.unreadable
+        html.note(f"{path} cannot be read and is left out: {reason}", bad=True) for path, reason in run.unreadable
     )
     page = f"""<!doctype html>
 <html lang="en">
@@ -165,8 +163,8 @@ def _tiles(run: RunFiles) -> str:
         if taus:
             where = f"accepted length on training rows, mean of the last {len(taus)} logs"
             tiles.append((f"{sum(taus) / len(taus):.3f}", where))
-        tiles.append((f"{report['steps']:,}", f"optimizer steps in {_duration(report['seconds'])}"))
-        tiles.append((_count(report["trainable_parameters"]), "trainable parameters"))
+        tiles.append((f"{report['steps']:,}", f"optimizer steps in {html.duration(report['seconds'])}"))
+        tiles.append((html.count(report["trainable_parameters"]), "trainable parameters"))
     for found in run.of("calibration")[:1]:
         judged = found.content["held_out"] or found.content["fit"]
         mean = judged["mean_ece"]
@@ -184,21 +182,21 @@ def _training(run: RunFiles) -> str:
         report = found.content
         parts.append(_heading("Training", found, run))
         if report.get("stopped_by"):
-            parts.append(_note(f"stopped by {report['stopped_by']} after step {report['steps']}"))
+            parts.append(html.note(f"stopped by {report['stopped_by']} after step {report['steps']}"))
         if report["curves"]:
-            parts.append(_figure("training curves", training.draw_training, report))
+            parts.append(html.figure("training curves", training.draw_training, report))
         without = report.get("rows_without_supervision")
         data = report["data"]["train"]
         parts.append(
-            _table(
+            html.table(
                 ["rows", "tokens", "supervised", "rows without a taught slot", "rows a step", "device", "ranks"],
                 [
                     [
                         f"{data['samples']:,}",
                         f"{data['tokens']:,}",
                         f"{data['supervised_tokens']:,}",
-                        _text(without),
-                        _text(report.get("rows_per_step")),
+                        html.text(without),
+                        html.text(report.get("rows_per_step")),
                         report["device"],
                         report["world_size"],
                     ]
@@ -216,20 +214,20 @@ def _evaluation(run: RunFiles) -> str:
         for result in report["results"]:
             parts.append(f"<h3>temperature {result['temperature']:g}, {report['num_draft_tokens']} draft tokens</h3>")
             parts.append(_acceptance(report, result))
-        parts.append(_figure("acceptance by slot", evaluation.draw_evaluation, report))
+        parts.append(html.figure("acceptance by slot", evaluation.draw_evaluation, report))
         control, baseline = report["control"], report["baseline"]
         if control is not None and control["falls"] is not None:
             text = (
                 f"Control: with shuffled target features tau is {control['tau']:.3f}, with the right ones "
                 f"{control['tau_same_prompts']:.3f} on the same prompts."
             )
-            parts.append(f"<p>{text}</p>" if control["falls"] else _note(text + " It does not fall.", bad=True))
+            parts.append(f"<p>{text}</p>" if control["falls"] else html.note(text + " It does not fall.", bad=True))
         if baseline is not None:
             parts.append(
                 f"<p>Speed: {baseline['speculative_tokens_per_second']:.1f} tokens/s against "
                 f"{baseline['tokens_per_second']:.1f} of plain generate on {baseline['prompts']} prompts.</p>"
             )
-        parts.extend(_note(str(text)) for text in report["warnings"])
+        parts.extend(html.note(str(text)) for text in report["warnings"])
     return "\n".join(parts)
 
 
@@ -250,16 +248,16 @@ def _acceptance(report: Mapping[str, Any], result: Mapping[str, Any]) -> str:
                 f"{values['looping_share']:.0%}",
             ]
         )
-    return _table(head, rows if len(result["files"]) > 1 else rows[:1])
+    return html.table(head, rows if len(result["files"]) > 1 else rows[:1])
 
 
 def _calibration(run: RunFiles) -> str:
     parts = []
     for found in run.of("calibration"):
         parts.append(_heading("Reliability of the confidence head", found, run))
-        parts.append(_figure("reliability of each slot", scheduling.reliability_figure, found.content))
-        parts.append(_figure("calibration error of each slot", scheduling.ece_figure, found.content))
-        parts.append(_markdown(scheduling.calibration_table(found.content)))
+        parts.append(html.figure("reliability of each slot", scheduling.reliability_figure, found.content))
+        parts.append(html.figure("calibration error of each slot", scheduling.ece_figure, found.content))
+        parts.append(html.markdown(scheduling.calibration_table(found.content)))
     return "\n".join(parts)
 
 
@@ -267,11 +265,11 @@ def _serving(run: RunFiles) -> str:
     parts = []
     for found in run.of("profile"):
         parts.append(_heading("Step times of this machine", found, run))
-        parts.append(_figure("step time over batch tokens", scheduling.cost_figure, found.content))
+        parts.append(html.figure("step time over batch tokens", scheduling.cost_figure, found.content))
     for found in run.of("simulation"):
         parts.append(_heading("Throughput", found, run))
-        parts.append(_figure("throughput against speed of a user", scheduling.throughput_figure, found.content))
-        parts.append(_markdown(scheduling.simulation_table(found.content)))
+        parts.append(html.figure("throughput against speed of a user", scheduling.throughput_figure, found.content))
+        parts.append(html.markdown(scheduling.simulation_table(found.content)))
     return "\n".join(parts)
 
 
@@ -279,13 +277,13 @@ def _comparison(run: RunFiles) -> str:
     parts = []
     for found in run.of("comparison"):
         parts.append(_heading("Comparison of two checkpoints", found, run))
-        parts.append(_figure("paired differences", evaluation.draw_evaluation, found.content))
+        parts.append(html.figure("paired differences", evaluation.draw_evaluation, found.content))
     for found in run.of("recipes"):
         parts.append(_heading("Comparison of recipes", found, run))
-        parts.append(_figure("curves and acceptance of each entry", comparison.draw_comparison, found.content))
+        parts.append(html.figure("curves and acceptance of each entry", comparison.draw_comparison, found.content))
         rows = comparison.comparison_rows(found.content)
         cells = [[f"{c:.3f}" if isinstance(c, float) else c for c in row] for row in rows]
-        parts.append(_table(list(comparison.COLUMNS), cells))
+        parts.append(html.table(list(comparison.COLUMNS), cells))
     return "\n".join(parts)
 
 
@@ -299,7 +297,9 @@ def _export(run: RunFiles) -> str:
             [name, value if isinstance(value, str) else yaml.safe_dump(value).strip()]
             for name, value in engines.items()
         ]
-        parts.append(_table(["what", "value"], [["layout", card.get("layout")], ["type", card.get("dtype")], *rows]))
+        parts.append(
+            html.table(["what", "value"], [["layout", card.get("layout")], ["type", card.get("dtype")], *rows])
+        )
     return "\n".join(parts)
 
 
@@ -309,7 +309,7 @@ def _provenance(run: RunFiles) -> str:
         report = found.content
         rows = [[name, value] for name, value in report["versions"].items()]
         rows += [["seed", report["seed"]], ["data fingerprint", report["data"]["train"]["fingerprint"]]]
-        parts.append(_table(["of the training", "value"], rows))
+        parts.append(html.table(["of the training", "value"], rows))
         recipe = yaml.safe_dump(report["recipe"], sort_keys=False)
         parts.append(f"<details><summary>Recipe, complete</summary><pre>{escape(recipe)}</pre></details>")
     for found in run.of("evaluation"):
@@ -317,11 +317,11 @@ def _provenance(run: RunFiles) -> str:
         rows = [[name, value] for name, value in report["versions"].items()]
         rows += [["device", report["device"]], ["dtype", report["dtype"]], ["seed", report["seed"]]]
         rows += [[f"prompts {item['name']}", item["sha256"]] for item in report["prompts"]["files"]]
-        table = _table(["of the evaluation", "value"], rows)
+        table = html.table(["of the evaluation", "value"], rows)
         parts.append(f"<details><summary>Evaluation {escape(_relative(found, run))}</summary>{table}</details>")
     parts.append("<h3>Files</h3>")
     parts.append(
-        _table(["file", "kind", "sha256"], [[_relative(f, run), f.content["kind"], f.sha256] for f in run.files])
+        html.table(["file", "kind", "sha256"], [[_relative(f, run), f.content["kind"], f.sha256] for f in run.files])
     )
     return "\n".join(parts)
 
@@ -348,62 +348,3 @@ def _heading(text: str, found: Found, run: RunFiles) -> str:
 def _relative(found: Found, run: RunFiles) -> str:
     inside = found.path.is_relative_to(run.directory)
     return str(found.path.relative_to(run.directory) if inside else found.path)
-
-
-def _figure(alternative: str, draw: Callable[[Any, Path], Any], content: Mapping[str, Any]) -> str:
-    """A figure as an image inside the page."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "figure.svg"
-        draw(content, path)
-        data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{escape(alternative)}" src="data:image/svg+xml;base64,{data}">'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; columns that hold numbers stand right."""
-    body = [[_text(cell) for cell in row] for row in rows]
-    numeric = [all(_is_number(row[i]) for row in body) and bool(body) for i in range(len(head))]
-    mark = [' class="n"' if right else "" for right in numeric]
-    lines = ["<tr>" + "".join(f"<th{mark[i]}>{escape(cell)}</th>" for i, cell in enumerate(head)) + "</tr>"]
-    lines += [
-        "<tr>" + "".join(f"<td{mark[i]}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>" for row in body
-    ]
-    return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>"
-
-
-def _markdown(table: str) -> str:
-    """One of the markdown tables of the other reports."""
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
-    return _table(head, rows)
-
-
-def _note(text: str, *, bad: bool = False) -> str:
-    return f'<div class="warn{" bad" if bad else ""}">{escape(text)}</div>'
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _is_number(text: str) -> bool:
-    cleaned = text.replace(",", "").replace("%", "").replace(" to ", "").strip()
-    if cleaned in ("", "-"):
-        return True
-    try:
-        float(cleaned.replace(" ", ""))
-    except ValueError:
-        return False
-    return True
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)

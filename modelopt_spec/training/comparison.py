@@ -138,9 +138,8 @@ def _acceptance_by_slot(entry: dict[str, Any]) -> list[float | None]:
 def _same_settings(made: Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
     """Refuse a result that was made with other settings than those asked for; where it was written does not count."""
     now, then = _flat(json.loads(json.dumps(asked))), _flat(found)
-    ignored = {"training.output_dir", "export.output_dir"}
-    other = [f"{key} {then[key]!r}, not {now[key]!r}" for key in now if key in then and now[key] != then[key]]
-    other = [text for text in other if text.split(" ", 1)[0] not in ignored]
+    shared = (now.keys() & then.keys()) - {"training.output_dir", "export.output_dir"}
+    other = [f"{key} {then[key]!r}, not {now[key]!r}" for key in sorted(shared) if now[key] != then[key]]
     if other:
         raise ConfigError(
             f"{made} was made with {'; '.join(other[:3])}: name another directory for this comparison, or remove it"

@@ -22,7 +22,7 @@ from modelopt_spec.checkpoints.store import DESCRIPTION, restore, save
 from modelopt_spec.conversion import convert
 from modelopt_spec.data.dataset import load_datasets
 from modelopt_spec.drafter.experts_parallel import spread_for_training
-from modelopt_spec.errors import ConfigError
+from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.progress import progress
 from modelopt_spec.targets.load import load_target, load_tokenizer
 from modelopt_spec.text_files import finite
@@ -133,6 +133,11 @@ def _train(
     started = time.time()
     stopped_by = None
     if checkpoint is not None and run_checkpoints.step_of(checkpoint) >= _steps(trainer):
+        if loaded.training.expert_parallel:
+            raise CheckpointError(
+                f"{checkpoint} is the last step of the run, and with training.expert_parallel only more training reads "
+                "it: raise training.max_steps, or export the checkpoint"
+            )
         finished = _finished(model, output_dir)
         if finished is not None:
             if not quiet and arguments.should_log:

@@ -248,6 +248,20 @@ def test_rows_that_nothing_can_be_learned_from_never_pass_silently(tokenizer, tm
         load_rows(write(tmp_path / "b.jsonl", []), tokenizer)
 
 
+def test_overwriting_spares_what_is_not_prepared_rows_and_what_is_read(tokenizer, tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    source = write(tmp_path / "mine" / "a.jsonl", rows_of(12))
+    with pytest.raises(DataError, match="something else than prepared rows"):
+        prepare(DataConfig(train=source), tokenizer, tmp_path / "mine", overwrite=True, quiet=True)
+    out = tmp_path / "rows"
+    prepare(DataConfig(train=source), tokenizer, out, quiet=True)
+    with pytest.raises(DataError, match="holds the source"):
+        prepare(DataConfig(train=str(out)), tokenizer, out, overwrite=True, quiet=True)
+    prepare(DataConfig(train=source, max_length=64), tokenizer, out, overwrite=True, quiet=True)
+    assert open_prepared(out).train_report.samples == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "rows"]
+
+
 def test_prepared_directories_open_again_and_notice_damage(tokenizer, tmp_path) -> None:
     config = DataConfig(train=write(tmp_path / "a.jsonl", rows_of(50)), validation_share=0.2, pack=True, max_length=256)
     in_memory = load_datasets(config, tokenizer, quiet=True)

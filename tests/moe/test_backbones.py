@@ -124,6 +124,17 @@ def test_confidence_of_v4_reads_the_hidden_before_the_norm_without_bias() -> Non
     assert not torch.allclose(before, hidden)
 
 
+def test_the_token_embedding_is_looked_up_once_and_before_the_backbone() -> None:
+    """Each lookup costs a dense gradient, and what is looked up first is differentiated last."""
+    drafter = _drafter("v4 block window")
+    _, features, blocks = batch(drafter)
+    called: list[str] = []
+    drafter.head.markov_w1.register_forward_hook(lambda *_: called.append("lookup"))
+    drafter.main_proj.register_forward_hook(lambda *_: called.append("backbone"))
+    drafter(features, blocks)
+    assert called == ["lookup", "backbone"]
+
+
 # ---- the start -----------------------------------------------------------------------------------------------------
 
 

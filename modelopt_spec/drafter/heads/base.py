@@ -112,7 +112,6 @@ class CorrectionHead(nn.Module, ABC):
 
         if self.uses_prev_embedding:
             found["embedding"] = lookup(prev_ids)
-
         self.__dict__["prev_embedding"] = remembered
         try:
             yield
