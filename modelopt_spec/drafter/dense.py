@@ -15,6 +15,7 @@ from modelopt_spec.drafter.attention import plan_decode
 from modelopt_spec.drafter.cache import ContextCache
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.drafter.layers import DraftLayer, Rotary
+from modelopt_spec.drafter.norm import DraftNorm
 from modelopt_spec.records import BlockBatch
 
 __all__ = ["DenseDrafter"]
@@ -36,9 +37,9 @@ class DenseDrafter(Drafter):
         width, eps = backbone.hidden_size or 0, backbone.rms_norm_eps
         taps = len(config.target_layer_ids or ())
         self.fc = nn.Linear(taps * (config.target_hidden_size or 0), width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.hidden_norm = DraftNorm(width, eps=eps)
         self.layers = nn.ModuleList(self.layer_class(backbone) for _ in range(backbone.num_layers or 0))
-        self.norm = nn.RMSNorm(width, eps=eps)
+        self.norm = DraftNorm(width, eps=eps)
         nn.init.constant_(self.norm.weight, START_SCALE)
         self.rotary = Rotary(backbone)
         for module in self.modules():

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from modelopt_spec.config import BackboneConfig
 from modelopt_spec.drafter.attention_plan import BlockAttentionPlan
 from modelopt_spec.drafter.dense import DenseDrafter
-from modelopt_spec.drafter.layers import DraftAttention, DraftLayer, rotate
+from modelopt_spec.drafter.layers import DraftAttention, DraftLayer
+from modelopt_spec.drafter.norm import Angles, DraftNorm
 
 __all__ = ["Gemma4Attention", "Gemma4Drafter", "Gemma4Layer"]
 
@@ -32,11 +33,11 @@ class Gemma4Attention(DraftAttention):
         if config.key_is_value:
             del self.v_proj
 
-    def keys_values(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, cos_sin: Angles) -> tuple[Tensor, Tensor]:
         """[..., D] -> keys (normalised and rotated) and values (normalised), [..., G, d]."""
         k = self._heads(self.k_proj(x))
         v = self._heads(self.v_proj(x)) if hasattr(self, "v_proj") else k
-        return rotate(self.k_norm(k), cos_sin).to(k.dtype), self.v_norm(v).to(k.dtype)
+        return self.k_norm(k, cos_sin).to(k.dtype), self.v_norm(v).to(k.dtype)
 
 
 class Gemma4Layer(DraftLayer):
@@ -47,24 +48,22 @@ class Gemma4Layer(DraftLayer):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__(config)
         self.self_attn = Gemma4Attention(config)
-        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
+        self.pre_feedforward_layernorm = DraftNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = DraftNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
         self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
         self,
         x: Tensor,
         context: Tensor,
-        slot_angles: tuple[Tensor, Tensor],
-        context_angles: tuple[Tensor, Tensor],
+        slot_angles: Angles,
+        context_angles: Angles,
         plan: BlockAttentionPlan,
     ) -> Tensor:
         """Teacher-forced blocks: x [B, N, K, D], context [B, S, D] -> [B, N, K, D]."""
         return self._after(x, self.self_attn(self.input_layernorm(x), context, slot_angles, context_angles, plan))
 
-    def decode(
-        self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan
-    ) -> Tensor:
+    def decode(self, x: Tensor, slot_angles: Angles, k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan) -> Tensor:
         """One block for each row: x [B, K, D] against cached keys and values [B, C, G, d] -> [B, K, D]."""
         return self._after(x, self.self_attn.decode(self.input_layernorm(x), slot_angles, k_ctx, v_ctx, plan))
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from modelopt_spec.config import BackboneConfig
 from modelopt_spec.drafter.attention import block_attention, decode_attention
 from modelopt_spec.drafter.attention_plan import BlockAttentionPlan
+from modelopt_spec.drafter.norm import Angles, DraftNorm
 
 __all__ = ["DraftAttention", "DraftLayer", "Rotary", "qwen3_config"]
 
@@ -61,18 +62,12 @@ class Rotary(nn.Module):
             self._cached[device] = frequencies.to(device)
         return self._cached[device]
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Positions [...] -> cos, sin [..., d] in the given dtype."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         angles = positions.to(exact).unsqueeze(-1) * self._frequencies(positions.device).to(exact)
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
-
-
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary angles [..., d] to heads [..., H, d]."""
-    cos, sin = (part.unsqueeze(-2) for part in cos_sin)
-    return x * cos + rotate_half(x) * sin
 
 
 class DraftAttention(nn.Module):
@@ -88,24 +83,24 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = DraftNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = DraftNorm(self.head_dim, eps=config.rms_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sink else None
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def queries(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def queries(self, x: Tensor, cos_sin: Angles) -> Tensor:
         """[..., D] -> [..., H, d], normalised and rotated, in the projection's type (also under autocast)."""
         q = self._heads(self.q_proj(x))
-        return rotate(self.q_norm(q), cos_sin).to(q.dtype)
+        return self.q_norm(q, cos_sin).to(q.dtype)
 
     def forward(
         self,
         x: Tensor,
         context: Tensor,
-        slot_angles: tuple[Tensor, Tensor],
-        context_angles: tuple[Tensor, Tensor],
+        slot_angles: Angles,
+        context_angles: Angles,
         plan: BlockAttentionPlan,
     ) -> Tensor:
         """Normed slots of teacher-forced blocks [B, N, K, D], context [B, S, D] -> [B, N, K, D]."""
@@ -116,9 +111,7 @@ class DraftAttention(nn.Module):
             mixed = block_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=self.scale, sinks=self.sinks)
         return self.o_proj(mixed.flatten(-2))
 
-    def decode(
-        self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan
-    ) -> Tensor:
+    def decode(self, x: Tensor, slot_angles: Angles, k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan) -> Tensor:
         """One normed block for each row [B, K, D] against cached keys and values [B, C, G, d] -> [B, K, D]."""
         k_blk, v_blk = self.keys_values(x, slot_angles)
         q = self.queries(x, slot_angles)
@@ -126,10 +119,10 @@ class DraftAttention(nn.Module):
             mixed = decode_attention(q, k_ctx, v_ctx, k_blk, v_blk, plan, scale=self.scale, sinks=self.sinks)
         return self.o_proj(mixed.flatten(-2))
 
-    def keys_values(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, cos_sin: Angles) -> tuple[Tensor, Tensor]:
         """[..., D] -> keys (normalised and rotated) and values, [..., G, d]. The same for context and slots."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
-        return rotate(self.k_norm(k), cos_sin).to(v.dtype), v
+        return self.k_norm(k, cos_sin).to(v.dtype), v
 
 
 class DraftLayer(nn.Module):
@@ -139,24 +132,22 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp: nn.Module = Qwen3MLP(qwen3_config(config))
-        self.input_layernorm = nn.RMSNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
+        self.input_layernorm = DraftNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = DraftNorm(config.hidden_size or 0, eps=config.rms_norm_eps)
 
     def forward(
         self,
         x: Tensor,
         context: Tensor,
-        slot_angles: tuple[Tensor, Tensor],
-        context_angles: tuple[Tensor, Tensor],
+        slot_angles: Angles,
+        context_angles: Angles,
         plan: BlockAttentionPlan,
     ) -> Tensor:
         """Teacher-forced blocks: x [B, N, K, D], context [B, S, D] -> [B, N, K, D]."""
         x = x + self.self_attn(self.input_layernorm(x), context, slot_angles, context_angles, plan)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def decode(
-        self, x: Tensor, slot_angles: tuple[Tensor, Tensor], k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan
-    ) -> Tensor:
+    def decode(self, x: Tensor, slot_angles: Angles, k_ctx: Tensor, v_ctx: Tensor, plan: BlockAttentionPlan) -> Tensor:
         """One block for each row: x [B, K, D] against cached keys and values [B, C, G, d] -> [B, K, D]."""
         x = x + self.self_attn.decode(self.input_layernorm(x), slot_angles, k_ctx, v_ctx, plan)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -22,6 +22,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Group
 from modelopt_spec.config import BackboneConfig
 from modelopt_spec.drafter.attention import block_attention, decode_attention
 from modelopt_spec.drafter.attention_plan import BlockAttentionPlan
+from modelopt_spec.drafter.norm import DraftNorm
 
 __all__ = ["InterleavedRotary", "LatentAttention", "rotate_pairs"]
 
@@ -66,10 +67,10 @@ class LatentAttention(nn.Module):
         rank, groups, group_rank = latent.q_lora_rank or 0, latent.o_groups or 1, latent.o_lora_rank or 0
         self.eps, self.groups, self.scale = eps, groups, self.head_dim**-0.5
         self.q_a_proj = nn.Linear(width, rank, bias=False)
-        self.q_a_norm = nn.RMSNorm(rank, eps=eps)
+        self.q_a_norm = DraftNorm(rank, eps=eps)
         self.q_b_proj = nn.Linear(rank, heads * self.head_dim, bias=False)
         self.kv_proj = nn.Linear(width, self.head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(self.head_dim, eps=eps)
+        self.kv_norm = DraftNorm(self.head_dim, eps=eps)
         self.o_a_proj = DeepseekV4GroupedLinear(heads * self.head_dim // groups, groups * group_rank, groups)
         self.o_b_proj = nn.Linear(groups * group_rank, width, bias=False)
         self.sinks = nn.Parameter(torch.zeros(heads))

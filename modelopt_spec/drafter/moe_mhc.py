@@ -27,6 +27,7 @@ from modelopt_spec.drafter.hyper_connections import StreamCollapse
 from modelopt_spec.drafter.moe_attention import InterleavedRotary
 from modelopt_spec.drafter.moe_stage import MoEStage
 from modelopt_spec.drafter.moe_training import RoutedTraining
+from modelopt_spec.drafter.norm import DraftNorm
 from modelopt_spec.records import BlockBatch
 
 __all__ = ["MoEMHCDrafter"]
@@ -43,10 +44,10 @@ class MoEMHCDrafter(RoutedTraining, Drafter):
         self.streams = backbone.hyper_connection.streams or 1
         taps = len(config.target_layer_ids or ())
         self.main_proj = nn.Linear(taps * (config.target_hidden_size or 0), width, bias=False)
-        self.main_norm = nn.RMSNorm(width, eps=eps)
+        self.main_norm = DraftNorm(width, eps=eps)
         self.layers = nn.ModuleList(MoEStage(backbone) for _ in range(backbone.num_layers or 0))
         self.hc_head = StreamCollapse(backbone.hyper_connection, width, eps)
-        self.norm = nn.RMSNorm(width, eps=eps)
+        self.norm = DraftNorm(width, eps=eps)
         nn.init.constant_(self.norm.weight, START_SCALE)
         self.rotary = InterleavedRotary(backbone)
         for module in self.modules():

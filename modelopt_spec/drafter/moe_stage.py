@@ -12,6 +12,7 @@ from modelopt_spec.drafter.attention_plan import BlockAttentionPlan
 from modelopt_spec.drafter.hyper_connections import HyperConnection
 from modelopt_spec.drafter.moe import MoE, RoutingStats
 from modelopt_spec.drafter.moe_attention import LatentAttention
+from modelopt_spec.drafter.norm import DraftNorm
 
 __all__ = ["MoEStage"]
 
@@ -25,8 +26,8 @@ class MoEStage(nn.Module):
         width, eps = config.hidden_size or 0, config.rms_norm_eps or 1e-6
         self.self_attn = LatentAttention(config)
         self.mlp = MoE(config.moe, width)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        self.input_layernorm = DraftNorm(width, eps=eps)
+        self.post_attention_layernorm = DraftNorm(width, eps=eps)
         self.attn_hc = HyperConnection(config.hyper_connection, width, eps)
         self.ffn_hc = HyperConnection(config.hyper_connection, width, eps)
 
