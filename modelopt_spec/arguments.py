@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "MAX_RANKS",
     "MAX_ROWS",
     "MAX_SEED",
+    "check_path",
     "check_paths",
     "check_seed",
     "check_temperatures",
@@ -97,6 +99,17 @@ def check_seed(name: str, value: Any) -> int:
         ConfigError: not a whole number from 0 to :data:`MAX_SEED`.
     """
     return whole_number(name, value, 0, MAX_SEED)
+
+
+def check_path(name: str, value: Any, what: str) -> Path:
+    """One path.
+
+    Raises:
+        ConfigError: something else, for example None or a model.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name} is {_shown(value)}: it must be {what}")
+    return Path(value)
 
 
 def check_paths(name: str, value: Any, what: str) -> list[str | Path]:

@@ -5,12 +5,14 @@ The card is what the preflight holds the other files against. Kind ``modelopt_sp
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from modelopt_spec.checkpoints.safe_read import read_json
 from modelopt_spec.checkpoints.target_facts import TargetFacts
@@ -21,11 +23,12 @@ from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets.base import open_target
 from modelopt_spec.versions import versions
 
-__all__ = ["CARD", "build_card", "read_card", "target_identity", "trained_config"]
+__all__ = ["CARD", "build_card", "embedding_sample", "read_card", "target_identity", "trained_config"]
 
 CARD = "drafter_card.json"
 KIND, VERSION = "modelopt_spec.drafter_card", 1
 TRAINING_REPORT = "report.json"
+_SAMPLED_ROWS = 16
 
 
 def target_identity(model: nn.Module | None, name: str = "") -> dict[str, Any]:
@@ -39,8 +42,25 @@ def target_identity(model: nn.Module | None, name: str = "") -> dict[str, Any]:
         "name": str(getattr(config, "name_or_path", "") or name),
         "class": type(model).__name__,
         "shape": shape,
+        "embedding": embedding_sample(model),
         "facts": TargetFacts.of(model).to_dict(),
     }
+
+
+def embedding_sample(model: nn.Module) -> str | None:
+    """A checksum of some rows of the input embedding, in bfloat16: tells models of the same shape apart.
+
+    None where this process does not hold the whole embedding, or in float16, which rounds small weights away.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    weight = getattr(embedding, "weight", None)
+    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.is_meta:
+        return None
+    if not weight.numel() or weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        return None
+    rows = torch.linspace(0, weight.shape[0] - 1, _SAMPLED_ROWS, dtype=torch.float64).long().to(weight.device)
+    sample = weight.detach()[rows].to(torch.bfloat16).cpu().contiguous()
+    return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def build_card(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from modelopt_spec.arguments import check_path
 from modelopt_spec.checkpoints import store
 from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
 from modelopt_spec.checkpoints.card import CARD, build_card, provenance_of, target_identity
@@ -147,6 +148,11 @@ def export(
         UnsupportedError: an engine that was named does not serve this drafter, or two cannot share one directory.
         CheckpointError: ``out`` is not free, or what was written does not reproduce the drafter.
     """
+    out = check_path("out", out, "the directory to write")
+    if not isinstance(model_or_checkpoint, nn.Module):
+        model_or_checkpoint = check_path(
+            "model_or_checkpoint", model_or_checkpoint, "a model or a checkpoint directory"
+        )
     read = () if isinstance(model_or_checkpoint, nn.Module) else (model_or_checkpoint,)
     check_free(out, overwrite=overwrite, marks=DRAFTER_FILES, keep=read)
     engines = [engines] if isinstance(engines, str) else engines

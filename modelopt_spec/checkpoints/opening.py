@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from modelopt_spec.arguments import check_path
 from modelopt_spec.checkpoints.importing import load_drafter
 from modelopt_spec.checkpoints.store import DESCRIPTION, read_description, restore
 from modelopt_spec.config import DrafterConfig
@@ -63,7 +64,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: nothing readable is there, or the target is not known.
     """
-    directory = Path(checkpoint)
+    directory = check_path("checkpoint", checkpoint, "the directory of a drafter")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: name a checkpoint or an exported draft")
     if not (directory / DESCRIPTION).is_file() and (directory / "drafter" / DESCRIPTION).is_file():

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from modelopt_spec.arguments import check_path
 from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
-from modelopt_spec.checkpoints.card import target_identity
+from modelopt_spec.checkpoints.card import embedding_sample, target_identity
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES, convert
 from modelopt_spec.drafter.drafter import Drafter
-from modelopt_spec.errors import CheckpointError
+from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.versions import versions
 
 __all__ = [
@@ -91,12 +92,13 @@ def save(model: nn.Module, path: str | Path, *, overwrite: bool = False, extra: 
         The directory.
     """
     drafter = _drafter_of(model)
+    path = check_path("path", path, "the directory to write")
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
     check_free(path, overwrite=overwrite, marks=DRAFTER_FILES)
-    with atomic_directory(Path(path), overwrite=overwrite) as directory:
+    with atomic_directory(path, overwrite=overwrite) as directory:
         identity = {"target_identity": target_identity(model, name)}
         write_drafter(drafter, directory, target=name, extra={**identity, **(extra or {})})
-    return Path(path)
+    return path
 
 
 def read_description(path: str | Path) -> dict[str, Any]:
@@ -150,7 +152,11 @@ def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Mod
 
     Raises:
         CheckpointError: incomplete, damaged, or of a drafter that does not fit this model.
+        ConfigError: arguments of another kind.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: call restore(model, path) with the target first")
+    path = check_path("path", path, "the directory of a saved drafter")
     description = read_description(path)
     config = config_of(description)
     weights = read_weights(path, description)
@@ -172,10 +178,17 @@ def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Mod
 
 def _tell_other_target(path: str | Path, description: dict[str, Any], model: nn.Module) -> None:
     """Warn where the model is of another kind than the one that the drafter was trained for."""
-    trained = (description.get("target_identity") or {}).get("class")
+    identity, name = description.get("target_identity") or {}, description.get("target") or "unnamed"
+    trained, embedding = identity.get("class"), identity.get("embedding")
     if trained is not None and trained != type(model).__name__:
         warnings.warn(
-            f"{path} was trained for a {trained} ({description.get('target') or 'unnamed'}), and this is a "
-            f"{type(model).__name__}: of another target almost nothing is accepted",
+            f"{path} was trained for a {trained} ({name}), and this is a {type(model).__name__}: "
+            "of another target almost nothing is accepted",
+            stacklevel=3,
+        )
+    elif embedding is not None and embedding_sample(model) not in (None, embedding):
+        warnings.warn(
+            f"{path} was trained for another {trained} ({name}): the embedding of this one differs. A finetuned target "
+            "accepts less, another one almost nothing",
             stacklevel=3,
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
+from pathlib import Path
 
 import modelopt.torch.opt as mto
 import pytest
@@ -188,6 +191,34 @@ def test_save_and_restore(tmp_path: object) -> None:
         mtsp.save(model, f"{tmp_path}/drafter")
     with pytest.raises(ValueError, match="another drafter"):
         mtsp.restore(mtsp.convert(tiny("qwen3"), "dspark", quiet=True), f"{tmp_path}/drafter")
+
+
+def test_restoring_onto_another_target_warns(tmp_path: Path) -> None:
+    path = mtsp.save(mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True), tmp_path / "drafter")
+    with pytest.warns(UserWarning, match="trained for a Qwen3ForCausalLM .*this is a LlamaForCausalLM"):
+        mtsp.restore(tiny("llama"), path)
+    with pytest.warns(UserWarning, match="another Qwen3ForCausalLM .*embedding of this one differs"):
+        mtsp.restore(tiny("qwen3", seed=1), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mtsp.restore(tiny("qwen3"), path)
+        mtsp.restore(tiny("qwen3", dtype=torch.bfloat16), path)
+
+
+def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
+    model = mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True)
+    path = mtsp.save(model, tmp_path / "drafter")
+    calls = {
+        "restore(model, path)": lambda: mtsp.restore(path, model),  # type: ignore[arg-type]
+        "path is None": lambda: mtsp.restore(model, None),  # type: ignore[arg-type]
+        "path is 3": lambda: mtsp.save(model, 3),  # type: ignore[arg-type]
+        "model_or_checkpoint is None": lambda: mtsp.export(None, tmp_path / "out"),  # type: ignore[arg-type]
+        "out is None": lambda: mtsp.export(path, None),  # type: ignore[arg-type]
+        "checkpoint is None": lambda: mtsp.open_checkpoint(None),  # type: ignore[arg-type]
+    }
+    for message, call in calls.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            call()
 
 
 def test_damaged_checkpoint_is_refused(tmp_path: object) -> None:

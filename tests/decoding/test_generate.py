@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -187,6 +188,17 @@ def test_end_of_text_and_limits():
     plain_batch = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
     assert torch.equal(generate(model, ids, mask, max_new_tokens=30).sequences, plain_batch)
     assert generate(model, ids, mask, max_new_tokens=1).outputs == tuple((row[n],) for row, n in zip(truth, LENGTHS))
+
+
+def test_beyond_the_targets_positions_warns():
+    model = add_drafter(tiny_target("llama"))
+    positions = model.config.max_position_embeddings
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.warns(UserWarning, match=f"3 prompt tokens .* beyond the {positions} positions"):
+        generate(model, ids, max_new_tokens=positions - 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, ids, max_new_tokens=positions - 3)
 
 
 def test_first_token_may_end_everything():
