@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets.base import open_target
 from modelopt_spec.versions import versions
 
-__all__ = ["CARD", "build_card", "embedding_sample", "read_card", "target_identity", "trained_config"]
+__all__ = [
+    "CARD",
+    "build_card",
+    "embedding_sample",
+    "read_card",
+    "target_identity",
+    "trained_config",
+    "warn_other_target",
+]
 
 CARD = "drafter_card.json"
 KIND, VERSION = "modelopt_spec.drafter_card", 1
@@ -61,6 +70,23 @@ def embedding_sample(model: nn.Module) -> str | None:
     rows = torch.linspace(0, weight.shape[0] - 1, _SAMPLED_ROWS, dtype=torch.float64).long().to(weight.device)
     sample = weight.detach()[rows].to(torch.bfloat16).cpu().contiguous()
     return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def warn_other_target(path: str | Path, identity: dict[str, Any], model: nn.Module) -> None:
+    """Warn where a model is not the target that a drafter was trained for; ``identity`` is what was recorded of it."""
+    name, trained, embedding = identity.get("name") or "unnamed", identity.get("class"), identity.get("embedding")
+    if trained is not None and trained != type(model).__name__:
+        warnings.warn(
+            f"{path} was trained for a {trained} ({name}), and this is a {type(model).__name__}: "
+            "of another target almost nothing is accepted",
+            stacklevel=3,
+        )
+    elif embedding is not None and embedding_sample(model) not in (None, embedding):
+        warnings.warn(
+            f"{path} was trained for another {trained} ({name}), whose embedding is not this one's: "
+            "a finetuned target accepts less, another one almost nothing",
+            stacklevel=3,
+        )
 
 
 def build_card(

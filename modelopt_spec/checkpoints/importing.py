@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_spec.checkpoints.account import Account, Entry, KeyReader
-from modelopt_spec.checkpoints.card import read_card, trained_config
+from modelopt_spec.checkpoints.card import read_card, trained_config, warn_other_target
 from modelopt_spec.checkpoints.layouts import Draft, Layout, get_layout, recognise
 from modelopt_spec.checkpoints.layouts.base import SHARED
 from modelopt_spec.checkpoints.packing import algorithm_of, is_packed, logical_entries, read_float
@@ -148,6 +148,7 @@ def load_drafter(
     assert isinstance(drafter, Drafter)
     drafter.to(draft.dtype)
     drafter.load_state_dict(dict(draft.tensors))
+    warn_other_target(Path(path), (read_card(Path(path)) or {}).get("target") or {}, model)
     if not quiet:
         imported.account.show()
     return model

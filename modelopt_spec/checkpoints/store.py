@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 
 from modelopt_spec.arguments import check_path
 from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
-from modelopt_spec.checkpoints.card import embedding_sample, target_identity
+from modelopt_spec.checkpoints.card import target_identity, warn_other_target
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES, convert
 from modelopt_spec.drafter.drafter import Drafter
@@ -172,23 +171,5 @@ def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Mod
     if len(dtypes) == 1:
         drafter.to(dtypes.pop())
     drafter.load_state_dict(weights)
-    _tell_other_target(path, description, model)
+    warn_other_target(path, description.get("target_identity") or {}, model)
     return model
-
-
-def _tell_other_target(path: str | Path, description: dict[str, Any], model: nn.Module) -> None:
-    """Warn where the model is of another kind than the one that the drafter was trained for."""
-    identity, name = description.get("target_identity") or {}, description.get("target") or "unnamed"
-    trained, embedding = identity.get("class"), identity.get("embedding")
-    if trained is not None and trained != type(model).__name__:
-        warnings.warn(
-            f"{path} was trained for a {trained} ({name}), and this is a {type(model).__name__}: "
-            "of another target almost nothing is accepted",
-            stacklevel=3,
-        )
-    elif embedding is not None and embedding_sample(model) not in (None, embedding):
-        warnings.warn(
-            f"{path} was trained for another {trained} ({name}): the embedding of this one differs. A finetuned target "
-            "accepts less, another one almost nothing",
-            stacklevel=3,
-        )

@@ -197,12 +197,16 @@ def test_restoring_onto_another_target_warns(tmp_path: Path) -> None:
     path = mtsp.save(mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True), tmp_path / "drafter")
     with pytest.warns(UserWarning, match="trained for a Qwen3ForCausalLM .*this is a LlamaForCausalLM"):
         mtsp.restore(tiny("llama"), path)
-    with pytest.warns(UserWarning, match="another Qwen3ForCausalLM .*embedding of this one differs"):
+    with pytest.warns(UserWarning, match="another Qwen3ForCausalLM .*embedding is not this one's"):
         mtsp.restore(tiny("qwen3", seed=1), path)
+    mtsp.export(path, tmp_path / "draft", quiet=True)
+    with pytest.warns(UserWarning, match="another Qwen3ForCausalLM .*embedding is not this one's"):
+        mtsp.load_drafter(tmp_path / "draft", tiny("qwen3", seed=1), quiet=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mtsp.restore(tiny("qwen3"), path)
         mtsp.restore(tiny("qwen3", dtype=torch.bfloat16), path)
+        mtsp.load_drafter(tmp_path / "draft", tiny("qwen3"), quiet=True)
 
 
 def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
