@@ -11,6 +11,9 @@ import typer
 from modelopt_spec.cli import Json, Quiet, call, console, device_of, emit
 from modelopt_spec.cli_checks import (
     FORMATS,
+    LAYOUTS,
+    WRITTEN_DTYPE_ALIASES,
+    WRITTEN_DTYPES,
     check_choice,
     check_engines,
     check_file,
@@ -24,6 +27,11 @@ from modelopt_spec.cli_checks import (
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a directory that is not empty.")]
 EngineNames = Annotated[list[str] | None, typer.Option("--engine", help="vllm, sglang, tensorrt_llm, llama.cpp.")]
+
+
+def _check_written(layout: str | None, dtype: str | None) -> None:
+    check_choice("--layout", layout, LAYOUTS)
+    check_choice("--dtype", dtype, WRITTEN_DTYPES, WRITTEN_DTYPE_ALIASES)
 
 
 def export(
@@ -51,6 +59,7 @@ def export(
     """
     checkpoint = checkpoint_directory(checkpoint)
     check_engines(engine)
+    _check_written(layout, dtype)
     check_place(out, overwrite=overwrite)
     check_file(scheduler, "--scheduler is a scheduler.json of `mtsp calibrate` or `mtsp profile`")
     check_file(gguf, "--gguf is the target's GGUF file")
@@ -102,6 +111,7 @@ def quantize(
     check_target(target)
     check_choice("--format", format, FORMATS)
     check_engines(engine)
+    _check_written(layout, dtype)
     check_place(out, overwrite=overwrite)
     check_sources([*prompts, *(calibration or [])])
     model, tokenizer = call("checkpoints.opening:open_checkpoint", checkpoint, target, device=device_of(device))
@@ -211,6 +221,7 @@ def import_draft(
     The checkpoint trains on, evaluates and exports as if it had been trained here.
     """
     source = draft_directory(source)
+    check_choice("--layout", layout, LAYOUTS)
     check_place(out, overwrite=overwrite)
     check_target(target)
     account = call(

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "FORMATS",
+    "LAYOUTS",
+    "WRITTEN_DTYPES",
+    "WRITTEN_DTYPE_ALIASES",
     "check_choice",
     "check_engines",
     "check_file",
@@ -39,6 +42,21 @@ ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama.cpp")
 ENGINE_ALIASES = ("llama_cpp", "llamacpp", "llama-cpp", "trtllm", "tensorrt-llm")
 FORMATS = ("fp8", "nvfp4", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WRITTEN_DTYPES = ("float32", "bfloat16", "float16")
+WRITTEN_DTYPE_ALIASES = ("fp32", "bf16", "fp16")
+LAYOUTS = (
+    "deepspec",
+    "domino",
+    "zlab",
+    "modelopt",
+    "modelopt_training",
+    "specforge",
+    "specforge_domino",
+    "speculators",
+    "nemotron",
+    "deepspec_gemma4",
+    "deepseek_v4",
+)
 """Names that the registries of the package hold, which cannot be asked without importing torch; a test compares."""
 
 _STEP = re.compile(r"checkpoint-(\d+)$")

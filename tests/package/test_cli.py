@@ -156,6 +156,8 @@ MISTAKES = {
     "missing rounds": (["simulate", "no.jsonl", "--loads", "1"], "mtsp evaluate --rounds"),
     "rounds that are none": (["simulate", "broken.jsonl", "--loads", "1"], "broken.jsonl:1"),
     "unknown engine": (["export", "run/drafter", "out", "--engine", "vlm"], "vllm"),
+    "unknown layout": (["export", "run/drafter", "out", "--layout", "deepspek"], "Did you mean 'deepspec'"),
+    "unknown written dtype": (["export", "run/drafter", "out", "--dtype", "flot32"], "Did you mean 'float32'"),
     "distillation over a run": (["distill", "run", "run"], "run holds another run: name another directory"),
     "no row is left": (
         ["data", "inspect", "rows.jsonl", "--target", "target", "--set", "exclude_prompts=rows.jsonl"],
@@ -229,6 +231,8 @@ CHEAP = (
     "ranks without a dry run",
     "unknown GPU",
     "unknown engine",
+    "unknown layout",
+    "unknown written dtype",
     "unknown format",
     "bad dtype",
     "export over something",
@@ -268,6 +272,8 @@ print(json.dumps(late))
 def test_names_that_are_checked_early_are_those_of_the_registries() -> None:
     from modelopt_spec.checkpoints.engines import _ALIASES
     from modelopt_spec.checkpoints.engines import ENGINES as engines
+    from modelopt_spec.checkpoints.files import _DTYPES as written
+    from modelopt_spec.checkpoints.layouts import LAYOUTS as layouts
     from modelopt_spec.checkpoints.quantise import FORMATS as formats
     from modelopt_spec.targets.load import _DTYPES
 
@@ -275,6 +281,8 @@ def test_names_that_are_checked_early_are_those_of_the_registries() -> None:
     assert set(cli_checks.ENGINE_ALIASES) == set(_ALIASES)
     assert set(cli_checks.FORMATS) == set(formats)
     assert set(cli_checks.DTYPES) == set(_DTYPES)
+    assert set(cli_checks.LAYOUTS) == set(layouts)
+    assert {*cli_checks.WRITTEN_DTYPES, *cli_checks.WRITTEN_DTYPE_ALIASES} == set(written)
 
 
 def test_a_run_directory_stands_for_its_drafter(place: Path) -> None:
