@@ -129,6 +129,13 @@ def test_a_finished_run_is_left_as_it_is(material, tmp_path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
 
 
+def test_a_finished_run_with_spread_experts_says_what_reads_its_checkpoint(material, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("modelopt_spec.training.train.spread_for_training", lambda drafter, arguments: None)
+    run(material, tmp_path / "run", expert_parallel=True)
+    with pytest.raises(CheckpointError, match="checkpoint-6 is the last step .*raise training.max_steps"):
+        run(material, tmp_path / "run", resume=True, expert_parallel=True)
+
+
 def test_a_run_that_died_before_its_result_writes_it(material, whole, tmp_path) -> None:
     result = run(material, interrupted(whole, tmp_path / "run", STEPS), resume=True)
     assert_same_end(result, whole)
