@@ -49,13 +49,16 @@ class DraftNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
         """[..., d] -> [..., d]; with angles [..., d], heads [..., H, d] -> [..., H, d]."""
-        if torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and _fits(x, self.weight, *(angles or ())):
-            return _TiledNorm.apply(x, self.weight, self.eps, *(angles or (None, None)))
+        given = () if angles is None else angles
+        if torch.is_grad_enabled() and _takes_tiles(x, self.weight, *given):
+            return _TiledNorm.apply(x, self.weight, self.eps, *(given or (None, None)))
         return plain_norm(x, self.weight, self.eps, angles)
 
 
-def _fits(x: Tensor, *others: Tensor) -> bool:
-    """Whether all are on the CPU in the same full precision."""
+def _takes_tiles(x: Tensor, *others: Tensor) -> bool:
+    """Whether all are on the CPU in the same full precision, and no compiler is there to fuse the plain steps."""
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
     full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     return full and all(other.device == x.device and other.dtype == x.dtype for other in others)
 

@@ -84,6 +84,13 @@ def test_every_other_case_is_the_plain_norm(case, monkeypatch):
         assert torch.equal(layer(x, angles), plain_norm(x, layer.weight, layer.eps, angles))
 
 
+def test_a_compiler_sees_the_plain_steps(monkeypatch):
+    monkeypatch.setattr(norm._TiledNorm, "apply", lambda *args: pytest.fail("the tiled norm ran"))
+    layer, x = DraftNorm(8, eps=1e-6), torch.randn(2, 3, 8)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), plain_norm(x, layer.weight, 1e-6))
+
+
 def test_nothing_to_differentiate_makes_no_graph():
     layer = DraftNorm(8, eps=1e-6).requires_grad_(False)
     assert not layer(torch.randn(2, 8)).requires_grad

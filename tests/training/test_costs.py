@@ -108,7 +108,7 @@ def test_activations_are_what_autograd_keeps(autocast: bool, layers: int, tmp_pa
         "modelopt_spec.drafter.layers.block_attention",
         lambda q, k, v, k2, v2, plan, scale, sinks: KeepsNoScores.apply(q, k, v, k2, v2),
     )
-    monkeypatch.setattr("modelopt_spec.drafter.norm._fits", lambda *tensors: False)
+    monkeypatch.setattr("modelopt_spec.drafter.norm._takes_tiles", lambda *tensors: False)
     module, batch, blocks = prepared(tmp_path, "dspark", layers=layers)
     features = module.source.features(batch["input_ids"], batch["lengths"], batch["rows"], None)
     own = {p.untyped_storage().data_ptr() for p in module.model.parameters()}

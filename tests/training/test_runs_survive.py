@@ -132,7 +132,7 @@ def test_a_finished_run_is_left_as_it_is(material, tmp_path) -> None:
 def test_a_finished_run_with_spread_experts_says_what_reads_its_checkpoint(material, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("modelopt_spec.training.train.spread_for_training", lambda drafter, arguments: None)
     run(material, tmp_path / "run", expert_parallel=True)
-    with pytest.raises(CheckpointError, match="checkpoint-6 is the last step .*raise training.max_steps"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-6 is the last step .*raise training\.max_steps"):
         run(material, tmp_path / "run", resume=True, expert_parallel=True)
 
 
