@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.step_sizes import StepSizes, needed_flops, sgemm_rate
-from benchmarks.train_step import CachedTarget, cpu_seconds, make_inputs
+from benchmarks.train_step import CachedTarget, make_inputs, spent_by
 from modelopt_spec.config import DSparkConfig, LossConfig
 from modelopt_spec.drafter.drafter import Drafter, build_drafter
 from modelopt_spec.records import BlockBatch, TargetFeatures
@@ -203,7 +203,7 @@ def measure(kind: str, sizes: StepSizes, moe: MoESizes, repeats: int) -> dict[st
     for _ in range(repeats):
         for name, step in steps.items():
             rate = sgemm_rate()
-            elapsed = cpu_seconds(step)
+            elapsed = spent_by(step).seconds
             seconds[name].append(elapsed)
             over[name].append(elapsed * rate / flops[name])
     return {

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import resource
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,25 @@ def our_step(head: str, sizes: StepSizes, inputs: dict[str, Tensor]) -> tuple[St
     return Step(drafter, work), counts
 
 
-def cpu_seconds(step: Callable[[], None]) -> float:
-    started = time.process_time()
+@dataclass(frozen=True)
+class Spent:
+    """What one step took."""
+
+    seconds: float
+    """CPU time, the system's included."""
+    system_seconds: float
+    """The system's part: on Linux nearly all of it clears pages that are touched for the first time."""
+    touched_mib: float
+    """Pages touched for the first time since the system gave them."""
+
+
+def spent_by(step: Callable[[], None]) -> Spent:
+    before = resource.getrusage(resource.RUSAGE_SELF)
     step()
-    return time.process_time() - started
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    system = after.ru_stime - before.ru_stime
+    faults = after.ru_minflt - before.ru_minflt
+    return Spent(after.ru_utime - before.ru_utime + system, system, faults * resource.getpagesize() / 2**20)
 
 
 PEERS: dict[str, Callable[[str, StepSizes, dict[str, Tensor]], Step | None]] = {
@@ -149,18 +164,19 @@ def measure(head: str, sizes: StepSizes, repeats: int, peers: Sequence[str]) -> 
         step = PEERS[name](head, sizes, inputs)
         if step is not None:
             steps[name] = step
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    floors = []
+    spent: dict[str, list[Spent]] = {name: [] for name in steps}
+    floors: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     flops = needed_flops(sizes, head, **counts)
     for _ in range(repeats):
         for name, step in steps.items():
-            floor = flops / sgemm_rate()
-            elapsed = cpu_seconds(step)
-            times[name].append(elapsed / floor)
-            if name == "ours":
-                floors.append(floor)
+            floors[name].append(flops / sgemm_rate())
+            spent[name].append(spent_by(step))
+
+    def over(name: str, part: str = "seconds") -> list[float]:
+        return [getattr(one, part) / floor for one, floor in zip(spent[name], floors[name], strict=True)]
+
     peak = {name: peak_bytes(step) / 2**20 for name, step in steps.items()}
     others = [name for name in steps if name != "ours"]
     return {
@@ -168,11 +184,13 @@ def measure(head: str, sizes: StepSizes, repeats: int, peers: Sequence[str]) -> 
         "sizes": asdict(sizes),
         **counts,
         "gflop": flops / 1e9,
-        "floor_seconds": statistics.median(floors),
-        "over_floor": {name: statistics.median(values) for name, values in times.items()},
+        "floor_seconds": statistics.median(floors["ours"]),
+        "over_floor": {name: statistics.median(over(name)) for name in steps},
+        "system_over_floor": {name: statistics.median(over(name, "system_seconds")) for name in steps},
+        "touched_mib": {name: statistics.median(one.touched_mib for one in values) for name, values in spent.items()},
         "peak_mib": peak,
         "time_ratio": {
-            name: statistics.median(a / b for a, b in zip(times["ours"], times[name], strict=True)) for name in others
+            name: statistics.median(a / b for a, b in zip(over("ours"), over(name), strict=True)) for name in others
         },
         "peak_ratio": {name: peak["ours"] / peak[name] for name in others},
     }
