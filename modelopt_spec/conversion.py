@@ -6,7 +6,8 @@ ModelOpt resolves a mode by name over all of its registries and holds a `dflash`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ with noise.filtered():
     from modelopt.torch.opt.conversion import ModeloptStateManager, apply_mode
     from modelopt.torch.opt.mode import ModeDescriptor, _ModeRegistryCls
 
-__all__ = ["MODES", "attach", "convert"]
+__all__ = ["MODES", "attach", "convert", "undone_on_error"]
 
 SpecModeRegistry = _ModeRegistryCls("modelopt_spec")
 
@@ -188,15 +189,32 @@ def convert(model: nn.Module, mode: Any = "dspark", *, tokenizer: Any = None, qu
     if getattr(model, "drafter", None) is not None:
         raise ConfigError(f"this {type(model).__name__} has a drafter already: convert a fresh model")
     open_target(model)
-    was_converted = ModeloptStateManager.is_converted(model)
-    try:
+    with undone_on_error(model):
         return apply_mode(
             model,
             mode=translated,
             registry=SpecModeRegistry,
             mode_kwargs={"tokenizer": tokenizer, "quiet": quiet},
         )
-    except Exception:
-        if not was_converted and ModeloptStateManager.is_converted(model):
-            ModeloptStateManager.remove_state(model)
+
+
+@contextlib.contextmanager
+def undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Where the block fails, take off the drafter that it attached: the model is then as it was before."""
+    had_drafter = getattr(model, "drafter", None) is not None
+    key = ModeloptStateManager._state_key
+    states = list(getattr(model, key)) if hasattr(model, key) else None
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    except BaseException:
+        if not had_drafter:
+            if getattr(model, "drafter", None) is not None:
+                del model.drafter
+            if states is not None:
+                getattr(model, key)[:] = states
+            elif hasattr(model, key):
+                ModeloptStateManager.remove_state(model)
+            for parameter in trainable:
+                parameter.requires_grad_(True)
         raise

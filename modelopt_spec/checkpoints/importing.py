@@ -19,7 +19,7 @@ from modelopt_spec.checkpoints.packing import algorithm_of, is_packed, logical_e
 from modelopt_spec.checkpoints.safe_read import pickles, read_json, read_tensors, tensor_entries
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.config import BackboneConfig, DrafterConfig, HeadConfig, MoEConfig
-from modelopt_spec.conversion import convert
+from modelopt_spec.conversion import convert, undone_on_error
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError, ConfigError, nearest
 from modelopt_spec.targets.base import open_target
@@ -143,12 +143,13 @@ def load_drafter(
     draft = fit_to_target(imported.draft, model)
     if not ignore_unknown:
         check_shared(Path(path), imported.draft.config, model)
-    convert(model, (draft.config.algorithm, draft.config.model_dump()), quiet=True)
-    drafter = model.drafter
-    assert isinstance(drafter, Drafter)
-    drafter.to(draft.dtype)
-    drafter.load_state_dict(dict(draft.tensors))
-    warn_other_target(Path(path), (read_card(Path(path)) or {}).get("target") or {}, model)
+    with undone_on_error(model):
+        convert(model, (draft.config.algorithm, draft.config.model_dump()), quiet=True)
+        drafter = model.drafter
+        assert isinstance(drafter, Drafter)
+        drafter.to(draft.dtype)
+        drafter.load_state_dict(dict(draft.tensors))
+        warn_other_target(Path(path), (read_card(Path(path)) or {}).get("target") or {}, model)
     if not quiet:
         imported.account.show()
     return model

@@ -19,7 +19,7 @@ from modelopt_spec.arguments import check_path
 from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
 from modelopt_spec.checkpoints.card import target_identity, warn_other_target
 from modelopt_spec.config import DrafterConfig
-from modelopt_spec.conversion import MODES, convert
+from modelopt_spec.conversion import MODES, convert, undone_on_error
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import CheckpointError, ConfigError
 from modelopt_spec.versions import versions
@@ -159,17 +159,40 @@ def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Mod
     description = read_description(path)
     config = config_of(description)
     weights = read_weights(path, description)
-    if getattr(model, "drafter", None) is None:
-        convert(model, (config.algorithm, config.model_dump()), quiet=quiet)
-    drafter = _drafter_of(model)
-    if drafter.config != config:
-        differing = [
-            name for name in type(config).model_fields if getattr(config, name) != getattr(drafter.config, name)
-        ]
-        raise CheckpointError(f"{path} is of another drafter than this model's: {', '.join(differing)} differ")
-    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        drafter.to(dtypes.pop())
-    drafter.load_state_dict(weights)
-    warn_other_target(path, description.get("target_identity") or {}, model)
+    with undone_on_error(model):
+        if getattr(model, "drafter", None) is None:
+            convert(model, (config.algorithm, config.model_dump()), quiet=quiet)
+        drafter = _drafter_of(model)
+        if drafter.config != config:
+            differing = [
+                name for name in type(config).model_fields if getattr(config, name) != getattr(drafter.config, name)
+            ]
+            raise CheckpointError(f"{path} is of another drafter than this model's: {', '.join(differing)} differ")
+        _check_weights(Path(path) / WEIGHTS, weights, drafter)
+        dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+        if len(dtypes) == 1:
+            drafter.to(dtypes.pop())
+        drafter.load_state_dict(weights)
+        warn_other_target(path, description.get("target_identity") or {}, model)
     return model
+
+
+def _check_weights(file: Path, weights: Mapping[str, torch.Tensor], drafter: Drafter) -> None:
+    """Refuse weights whose names or shapes are not the drafter's."""
+    ours = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    differing = [
+        f"{name} is {_shape(theirs, name)}, the config of {DESCRIPTION} makes it {_shape(ours, name)}"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    ]
+    if differing:
+        more = f" ({len(differing) - 3} more)" if len(differing) > 3 else ""
+        raise CheckpointError(
+            f"{file} is not of the drafter that {DESCRIPTION} describes: {'; '.join(differing[:3])}{more}. "
+            "Restore both files from one checkpoint"
+        )
+
+
+def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return str(list(shapes[name])) if name in shapes else "absent"

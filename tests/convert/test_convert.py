@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ import modelopt_spec as mtsp
 from modelopt_spec.config import DSparkConfig
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.drafter.heads.vanilla import VanillaMarkovHead
-from modelopt_spec.errors import ConfigError, UnsupportedError
+from modelopt_spec.errors import CheckpointError, ConfigError, UnsupportedError
 from modelopt_spec.targets.hf import HFTarget
 from tests.tiny import TEXT_MODELS, tiny, tiny_vision_language
 
@@ -233,6 +234,34 @@ def test_damaged_checkpoint_is_refused(tmp_path: object) -> None:
     (path / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="damaged"):
         mtsp.restore(tiny("qwen3"), path)
+
+
+def test_a_failed_restore_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True)
+    path, other = mtsp.save(model, tmp_path / "drafter"), mtsp.save(model, tmp_path / "other")
+    description = json.loads((other / "drafter.json").read_text())
+    description["config"]["head"]["rank"] = 16
+    (other / "drafter.json").write_text(json.dumps(description))
+    fresh = tiny("qwen3")
+    trainable = [name for name, parameter in fresh.named_parameters() if parameter.requires_grad]
+    with pytest.raises(CheckpointError, match=r"markov_head\S+ is \[\d+, 6\], the config .* \[\d+, 16\]"):
+        mtsp.restore(fresh, other)
+    assert not hasattr(fresh, "drafter")
+    assert not mto.conversion.ModeloptStateManager.is_converted(fresh)
+    assert [name for name, parameter in fresh.named_parameters() if parameter.requires_grad] == trainable
+    assert drafters_equal(mtsp.restore(fresh, path).drafter, model.drafter)
+
+
+def test_a_failed_load_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mtsp.convert(tiny("qwen3"), ("dspark", SMALL), quiet=True)
+    mtsp.export(model, tmp_path / "draft", quiet=True)
+    fresh = tiny("qwen3")
+    monkeypatch.setattr(Drafter, "load_state_dict", None)
+    with pytest.raises(TypeError):
+        mtsp.load_drafter(tmp_path / "draft", fresh, quiet=True)
+    monkeypatch.undo()
+    assert not hasattr(fresh, "drafter")
+    assert drafters_equal(mtsp.load_drafter(tmp_path / "draft", fresh, quiet=True).drafter, model.drafter)
 
 
 def test_deepcopy_is_independent() -> None:
