@@ -20,15 +20,18 @@ from modelopt_spec.checkpoints.target_facts import TargetFacts
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES
 from modelopt_spec.disk import sha256_of
-from modelopt_spec.errors import CheckpointError
+from modelopt_spec.errors import CheckpointError, SpecError
 from modelopt_spec.targets.base import open_target
 from modelopt_spec.versions import versions
 
 __all__ = [
     "CARD",
     "build_card",
+    "check_kind",
+    "check_target",
     "embedding_sample",
     "read_card",
+    "short",
     "target_identity",
     "trained_config",
     "warn_other_target",
@@ -36,6 +39,7 @@ __all__ = [
 
 CARD = "drafter_card.json"
 KIND, VERSION = "modelopt_spec.drafter_card", 1
+WITHOUT = "export again, or delete that file: the draft loads without it, but nothing then tells what training used"
 TRAINING_REPORT = "report.json"
 _SAMPLED_ROWS = 16
 
@@ -137,11 +141,20 @@ def provenance_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_card(directory: Path) -> dict[str, Any] | None:
-    """The card of an exported directory; None if it has none."""
+    """The card of an exported directory; None if it has none.
+
+    Raises:
+        CheckpointError: it is damaged, or of another kind or version.
+    """
     file = directory / CARD
     if not file.is_file():
         return None
-    card = read_json(file)
+    try:
+        card = read_json(file)
+        if card.get("kind") == KIND and card.get("version") == VERSION:
+            _check_card(card, file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}: {WITHOUT}") from None
     if card.get("kind") != KIND or card.get("version") != VERSION:
         raise CheckpointError(
             f"{file} is of kind {card.get('kind')!r}, version {card.get('version')!r}; known: {KIND}, 1"
@@ -149,11 +162,69 @@ def read_card(directory: Path) -> dict[str, Any] | None:
     return card
 
 
+def _check_card(card: dict[str, Any], file: Path) -> None:
+    """Refuse a card whose entries are not what :func:`build_card` writes."""
+    for name in ("layout", "dtype", "fingerprint"):
+        check_kind(file, name, card.get(name), str)
+    for name in ("target", "engines"):
+        check_kind(file, name, card.get(name), dict)
+    for name in ("recipe", "quantization"):
+        check_kind(file, name, card.get(name), dict, type(None))
+    loaded = card["engines"].get("load")
+    if not isinstance(loaded, list) or not all(isinstance(name, str) for name in loaded):
+        raise CheckpointError(f"{file}: engines.load is {short(loaded)}, not a list of names")
+    check_kind(file, "recipe.data", (card.get("recipe") or {}).get("data"), dict, type(None))
+    check_target(card["target"], file, "target")
+    values = card.get("trained")
+    if not isinstance(values, dict) or values.get("algorithm") not in tuple(MODES):
+        raise CheckpointError(f"{file}: trained is {short(values)}, not a drafter's config")
+    try:
+        trained_config(card)
+    except (SpecError, TypeError) as error:
+        raise CheckpointError(f"{file}: trained: {' '.join(str(error).split())}") from None
+
+
+def check_target(target: dict[str, Any], file: Path, where: str) -> None:
+    """Refuse what a card or a description records of its target where it is not what :func:`target_identity` gives.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    for name in ("name", "class", "embedding"):
+        check_kind(file, f"{where}.{name}", target.get(name), str, type(None))
+    facts = target.get("facts")
+    check_kind(file, f"{where}.facts", facts, dict, type(None))
+    known = TargetFacts().to_dict()
+    for name, value in (facts or {}).items():
+        if name not in known:
+            raise CheckpointError(f"{file}: {where}.facts has no field {name!r}: known are {', '.join(known)}")
+        kinds = (int, float, type(None)) if name == "logit_softcapping" else (int, float)
+        check_kind(file, f"{where}.facts.{name}", value, *kinds)
+
+
+_KINDS = {dict: "an object", str: "a text", int: "a number", float: "a number", type(None): "null"}
+
+
+def check_kind(file: Path, name: str, value: Any, *kinds: type) -> None:
+    """Refuse a value of a JSON file that is of none of the kinds.
+
+    Raises:
+        CheckpointError: names the file, the field and the value.
+    """
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        wanted = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
+        raise CheckpointError(f"{file}: {name} is {short(value)}, not {wanted}")
+
+
+def short(value: Any) -> str:
+    """A JSON value as a message shows it."""
+    text = "missing or null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def trained_config(card: dict[str, Any]) -> DrafterConfig:
     """What training used."""
-    values = card.get("trained")
-    if not isinstance(values, dict) or values.get("algorithm") not in MODES:
-        raise CheckpointError(f"{CARD} has no usable 'trained' entry: export again")
+    values = card["trained"]
     return MODES[values["algorithm"]](**values)
 
 

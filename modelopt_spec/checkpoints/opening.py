@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from modelopt_spec.arguments import check_path
+from modelopt_spec.checkpoints.card import read_card
 from modelopt_spec.checkpoints.importing import load_drafter
 from modelopt_spec.checkpoints.store import DESCRIPTION, read_description, restore
 from modelopt_spec.config import DrafterConfig
@@ -16,8 +16,6 @@ from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets.load import load_target, load_tokenizer
 
 __all__ = ["open_checkpoint", "recorded_target", "shared_modules"]
-
-CARD = "drafter_card.json"
 
 
 def recorded_target(checkpoint: str | Path) -> str:
@@ -27,9 +25,7 @@ def recorded_target(checkpoint: str | Path) -> str:
         description = read_description(directory)
         recipe = description.get("recipe") or {}
         return str((recipe.get("model") or {}).get("name_or_path") or description.get("target") or "")
-    if (directory / CARD).is_file():
-        return str((json.loads((directory / CARD).read_text()).get("target") or {}).get("name") or "")
-    return ""
+    return str((read_card(directory) or {}).get("target", {}).get("name") or "")
 
 
 def shared_modules(target: nn.Module | str, config: DrafterConfig) -> dict[str, Tensor]:

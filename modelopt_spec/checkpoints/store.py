@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modelopt_spec.arguments import check_path
 from modelopt_spec.checkpoints.atomic import DRAFTER_FILES, atomic_directory, check_free
-from modelopt_spec.checkpoints.card import target_identity, warn_other_target
+from modelopt_spec.checkpoints.card import check_kind, check_target, short, target_identity, warn_other_target
 from modelopt_spec.config import DrafterConfig
 from modelopt_spec.conversion import MODES, convert, undone_on_error
 from modelopt_spec.drafter.drafter import Drafter
-from modelopt_spec.errors import CheckpointError, ConfigError
+from modelopt_spec.errors import CheckpointError, ConfigError, SpecError
 from modelopt_spec.versions import versions
 
 __all__ = [
@@ -122,7 +123,43 @@ def read_description(path: str | Path) -> dict[str, Any]:
             f"{file} is of kind {description.get('kind')!r}, version {description.get('version')!r}; this version of "
             f"modelopt-spec reads {KIND!r}, version {VERSION}"
         )
+    try:
+        _check_description(description, file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}: restore it from a backup") from None
     return description
+
+
+def _check_description(description: dict[str, Any], file: Path) -> None:
+    """Refuse a description whose entries are not what :func:`write_drafter` writes."""
+    for name in ("sha256", "fingerprint"):
+        check_kind(file, name, description.get(name), str)
+    check_kind(file, "config", description.get("config"), dict)
+    _check_entries(description, file)
+    algorithm = description["config"].get("algorithm")
+    if algorithm not in tuple(MODES):
+        raise CheckpointError(f"{file}: config.algorithm is {short(algorithm)}, not one of {', '.join(MODES)}")
+    try:
+        config = config_of(description)
+    except (SpecError, TypeError) as error:
+        raise CheckpointError(f"{file}: config: {' '.join(str(error).split())}") from None
+    for name in ("vocab_size", "target_hidden_size", "num_target_layers", "target_layer_ids", "block_size"):
+        if getattr(config, name) is None:
+            raise CheckpointError(f"{file}: config.{name} is missing or null")
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
+        if getattr(config.backbone, name) is None:
+            raise CheckpointError(f"{file}: config.backbone.{name} is missing or null")
+
+
+def _check_entries(entries: Mapping[str, Any], file: Path) -> None:
+    """Refuse entries of a description that are of another kind than their readers expect; all may be missing."""
+    check_kind(file, "target", entries.get("target"), str, type(None))
+    for name in ("target_identity", "recipe"):
+        check_kind(file, name, entries.get(name), dict, type(None))
+    check_target(entries.get("target_identity") or {}, file, "target_identity")
+    recipe = entries.get("recipe") or {}
+    for name in ("model", "data"):
+        check_kind(file, f"recipe.{name}", recipe.get(name), dict, type(None))
 
 
 def config_of(description: dict[str, Any]) -> DrafterConfig:
@@ -141,7 +178,10 @@ def read_weights(path: str | Path, description: dict[str, Any]) -> dict[str, tor
         raise CheckpointError(
             f"{file} has sha256 {found}, but {DESCRIPTION} says {description['sha256']}: it is damaged"
         )
-    return load_file(file)
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is not a safetensors file ({error}): restore it from a backup") from None
 
 
 def restore(model: nn.Module, path: str | Path, *, quiet: bool = True) -> nn.Module:
