@@ -408,3 +408,15 @@ def test_the_last_line_sums_up(exports, tmp_path, capsys):
         report, facts=(*one.facts, dataclasses.replace(one.facts[0], name="x", verdict="fails"))
     )
     assert several.summary().startswith("2 facts disagree: taps, x")
+
+
+def test_another_target_of_the_same_sizes_gives_a_warning(exports):
+    directory = exports("vanilla")
+    report = check(directory, tiny("llama"), dynamic=False)
+    assert report.ok
+    assert not report.warnings
+    report = check(directory, tiny("llama", seed=1), dynamic=False)
+    assert report.ok
+    assert report.summary().endswith(", 1 warning")
+    assert "whose embedding is not that of LlamaForCausalLM" in report.to_dict()["warnings"][0]
+    assert not check(directory, dynamic=False).warnings

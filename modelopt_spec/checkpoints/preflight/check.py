@@ -16,7 +16,7 @@ from modelopt_spec.checkpoints.engines import ENGINES, Engine, get_engine
 from modelopt_spec.checkpoints.engines.base import Directory, View
 from modelopt_spec.checkpoints.layouts import Layout, get_layout, recognise
 from modelopt_spec.checkpoints.packing import logical_entries
-from modelopt_spec.checkpoints.preflight.content import content_facts, target_fact
+from modelopt_spec.checkpoints.preflight.content import content_facts, embedding_warnings, target_fact
 from modelopt_spec.checkpoints.preflight.dynamic import block_facts
 from modelopt_spec.checkpoints.preflight.facts import DEPENDS, FACTS, FIELD_FACTS, agree, facts_of
 from modelopt_spec.checkpoints.preflight.quantisation import quantisation_facts
@@ -87,7 +87,7 @@ def check(
             "format", "another layout than was exported: its keys and tensors would be read otherwise"
         )
         verdict = Fact("format", "", expected_layout, layout_name, None, "differs", note)
-        return _finish(root, layout_name, (), [verdict], {}, ["everything else: settle the format first"], quiet)
+        return _finish(root, layout_name, (), [verdict], {}, ["everything else: settle the format first"], [], quiet)
     asked = engines if engines is not None else (card or {}).get("engines", {}).get("load")
     chosen = list(ENGINES.values()) if asked is None else [get_engine(name) for name in asked]
     views = {engine.name: _view(engine, written.directory, facts_about_target) for engine in chosen}
@@ -118,7 +118,8 @@ def check(
             skipped += why_not
     elif dynamic:
         skipped.append("weights and blocks: settle the facts above first")
-    return _finish(root, layout_name, tuple(views), report_facts, not_served, skipped, quiet)
+    warnings = embedding_warnings(card, target)
+    return _finish(root, layout_name, tuple(views), report_facts, not_served, skipped, warnings, quiet)
 
 
 def _finish(
@@ -128,11 +129,12 @@ def _finish(
     facts: list[Fact],
     not_served: dict[str, str],
     skipped: list[str],
+    warnings: list[str],
     quiet: bool,
 ) -> Report:
     order = {name: index for index, name in enumerate(FACTS)}
     ordered = tuple(sorted(facts, key=lambda fact: order[fact.name]))
-    report = Report(root, layout, engines, ordered, not_served, tuple(skipped))
+    report = Report(root, layout, engines, ordered, not_served, tuple(skipped), tuple(warnings))
     if not quiet:
         report.show()
     return report

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from modelopt_spec.checkpoints.card import embedding_sample
 from modelopt_spec.checkpoints.engines.base import Directory
 from modelopt_spec.checkpoints.importing import MASK_EMBEDDING, check_shared
 from modelopt_spec.checkpoints.layouts import Draft, Layout
@@ -17,7 +18,7 @@ from modelopt_spec.config import DrafterConfig
 from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets.base import TargetShape, open_target
 
-__all__ = ["content_facts", "mask_fact", "target_fact"]
+__all__ = ["content_facts", "embedding_warnings", "mask_fact", "target_fact"]
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -40,6 +41,19 @@ def target_fact(trained: DrafterConfig | None, written: DrafterConfig | None, ta
         if len({value for value in part if value is not None}) > 1:
             note = "this draft belongs to another target"
     return [Fact("target", "", mine, theirs, actual, "differs" if note else "same", note)]
+
+
+def embedding_warnings(card: dict[str, Any] | None, target: nn.Module | None) -> list[str]:
+    """A warning where the embedding is not that of the target in the card: a finetuned target's, or another one's."""
+    trained = (card or {}).get("target", {})
+    recorded, found = trained.get("embedding"), embedding_sample(target) if target is not None else None
+    if recorded is None or found is None or recorded == found:
+        return []
+    ours = getattr(getattr(target, "config", None), "name_or_path", "") or type(target).__name__
+    return [
+        f"trained for {trained.get('name') or trained.get('class') or 'an unnamed target'}, whose embedding is not "
+        f"that of {ours}: a finetuned target accepts less, another one almost nothing"
+    ]
 
 
 def content_facts(

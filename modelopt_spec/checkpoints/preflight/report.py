@@ -50,6 +50,8 @@ class Report:
     """Engines that nobody asked for and that do not serve the directory, with the reason."""
     skipped: tuple[str, ...] = ()
     """Checks that could not run, and why."""
+    warnings: tuple[str, ...] = ()
+    """What may be meant so, and lowers acceptance if it is not."""
 
     @property
     def ok(self) -> bool:
@@ -70,6 +72,8 @@ class Report:
         """One line: ``ok: 31 facts agree``, or how many disagree and their names; what could not be compared, too."""
         unknown = sum(fact.verdict == "unknown" for fact in self.facts)
         rest = f", {unknown} not known" if unknown else ""
+        if self.warnings:
+            rest += f", {len(self.warnings)} warning{'s' if len(self.warnings) > 1 else ''}"
         if self.ok:
             return f"ok: {len(self.facts) - unknown} facts agree{rest}"
         names = self.disagreements
@@ -87,6 +91,7 @@ class Report:
             "facts": [asdict(fact) for fact in self.facts],
             "not_served": dict(self.not_served),
             "skipped": list(self.skipped),
+            "warnings": list(self.warnings),
         }
 
     def show(self, console: Console | None = None, *, everything: bool = True) -> None:
@@ -117,6 +122,8 @@ class Report:
             console.print(f"{engine} does not serve it: {reason}", style="dim")
         for line in self.skipped:
             console.print(f"not checked: {line}", style="yellow")
+        for line in self.warnings:
+            console.print(f"warning: {line}", style="bold yellow", highlight=False, markup=False, soft_wrap=True)
         console.print(self.summary(), style="bold green" if self.ok else "bold red", highlight=False, markup=False)
 
 
