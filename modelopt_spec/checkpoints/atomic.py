@@ -34,6 +34,7 @@ def check_free(
     overwrite: bool = False,
     marks: Sequence[str] = (),
     keep: Sequence[str | os.PathLike[str]] = (),
+    export: bool = False,
 ) -> Path:
     """The absolute form of a path that a directory may be written to.
 
@@ -42,17 +43,21 @@ def check_free(
         overwrite: whether it may hold something, which is replaced.
         marks: files of which what is replaced must hold one; none for anything.
         keep: paths that are read and must not be replaced.
+        export: an export is to be written, which replaces no checkpoint.
 
     Raises:
-        CheckpointError: the path is a file, a directory that is not empty (without ``overwrite``), one that holds none
-            of ``marks``, or one that must never be replaced as a whole (the home or working directory, one of ``keep``,
-            or a parent of these).
+        CheckpointError: the path or a parent is a file, the path is a directory that is not empty (without
+            ``overwrite``), one that holds none of ``marks``, a checkpoint that an export would replace, or one that
+            must never be replaced as a whole (the home or working directory, one of ``keep``, or a parent of these).
     """
     final = Path(path).expanduser().absolute()
     if final.is_symlink():
         final = final.resolve()
     if final.exists() and not final.is_dir():
         raise CheckpointError(f"{final} is a file: name a directory to write to")
+    standing = next(parent for parent in final.parents if parent.exists())
+    if not standing.is_dir():
+        raise CheckpointError(f"{final} cannot be written, as {standing} is a file: name another directory")
     if final.is_dir() and any(final.iterdir()):
         if not overwrite:
             raise CheckpointError(
@@ -61,6 +66,11 @@ def check_free(
         for kept in (Path.cwd(), Path.home(), *(Path(name).expanduser().resolve() for name in keep)):
             if kept.is_relative_to(final.resolve()):
                 raise CheckpointError(f"{final} holds {kept}, which overwriting would delete: name another directory")
+        if export and (final / DRAFTER_FILES[0]).is_file():
+            raise CheckpointError(
+                f"{final} is a checkpoint of mtsp train or save, which an export does not replace: name another "
+                "directory"
+            )
         if marks and not any((final / mark).is_file() for mark in marks):
             raise CheckpointError(
                 f"{final} holds something else than a drafter of this package (there is no "

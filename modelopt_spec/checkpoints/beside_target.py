@@ -133,7 +133,7 @@ def export_beside_target(
     source = Path(target_dir).resolve()
     if source.is_relative_to(Path(out).expanduser().resolve()):
         raise CheckpointError(f"{out} is the target's own directory, which stays as it is: name another one")
-    final = check_free(out, overwrite=overwrite, marks=DRAFTER_FILES)
+    final = check_free(out, overwrite=overwrite, marks=DRAFTER_FILES, export=True)
     draft, target, provenance, origin = draft_of(model_or_checkpoint)
     wanted = parse_dtype(dtype)
     draft = draft if wanted is None else cast_draft(draft, wanted)

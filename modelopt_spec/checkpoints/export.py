@@ -154,7 +154,7 @@ def export(
             "model_or_checkpoint", model_or_checkpoint, "a model or a checkpoint directory"
         )
     read = () if isinstance(model_or_checkpoint, nn.Module) else (model_or_checkpoint,)
-    check_free(out, overwrite=overwrite, marks=DRAFTER_FILES, keep=read)
+    check_free(out, overwrite=overwrite, marks=DRAFTER_FILES, keep=read, export=True)
     engines = [engines] if isinstance(engines, str) else engines
     draft, target, provenance, source = draft_of(model_or_checkpoint)
     facts = TargetFacts.from_card(target)

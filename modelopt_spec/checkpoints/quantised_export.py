@@ -79,7 +79,7 @@ def quantize(
     if not isinstance(drafter, Drafter):
         raise CheckpointError(f"this {type(model).__name__} has no drafter: call modelopt_spec.convert first")
     check_exclude(drafter, exclude)
-    check_free(out, overwrite=overwrite, marks=DRAFTER_FILES)
+    check_free(out, overwrite=overwrite, marks=DRAFTER_FILES, export=True)
     settings: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "probabilities": False}
 
     def answer(files: Any) -> dict[str, Any]:

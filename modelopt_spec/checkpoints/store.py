@@ -38,6 +38,7 @@ __all__ = [
 
 DESCRIPTION, WEIGHTS = "drafter.json", "model.safetensors"
 KIND, VERSION = "modelopt_spec.drafter", 1
+RESERVED = ("kind", "version", "config", "target", "target_identity", "fingerprint", "sha256", "versions")
 
 
 def fingerprint(drafter: nn.Module) -> str:
@@ -86,19 +87,44 @@ def save(model: nn.Module, path: str | Path, *, overwrite: bool = False, extra: 
 
     Args:
         model: a converted model. path: the directory to write; one that is not empty is refused without ``overwrite``.
-        extra: more entries for ``drafter.json``, such as the recipe.
+        extra: more entries for ``drafter.json``, such as the recipe; plain JSON values.
 
     Returns:
         The directory.
+
+    Raises:
+        CheckpointError: the model has no drafter, or the directory is not free.
+        ConfigError: arguments of another kind, or entries that would replace the checkpoint's own.
     """
     drafter = _drafter_of(model)
     path = check_path("path", path, "the directory to write")
+    _check_extra(extra)
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
     check_free(path, overwrite=overwrite, marks=DRAFTER_FILES)
     with atomic_directory(path, overwrite=overwrite) as directory:
         identity = {"target_identity": target_identity(model, name)}
-        write_drafter(drafter, directory, target=name, extra={**identity, **(extra or {})})
+        write_drafter(drafter, directory, target=name, extra={**(extra or {}), **identity})
     return path
+
+
+def _check_extra(extra: Any) -> None:
+    """Refuse entries that would make a checkpoint that cannot be written or read."""
+    if extra is None:
+        return
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise ConfigError(f"extra is {short(extra)}: it must be a dict of names and plain JSON values")
+    reserved = [name for name in RESERVED if name in extra]
+    if reserved:
+        raise ConfigError(f"extra has {', '.join(map(repr, reserved))}, which save writes itself: name it otherwise")
+    for name, value in extra.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"extra[{name!r}] is no JSON value ({error}): give plain values") from None
+    try:
+        _check_entries(extra, Path("extra"))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def read_description(path: str | Path) -> dict[str, Any]:

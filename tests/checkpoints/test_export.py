@@ -11,7 +11,7 @@ from modelopt_spec.checkpoints.importing import load_drafter, read_draft
 from modelopt_spec.checkpoints.independent_reader import IndependentDraft
 from modelopt_spec.checkpoints.store import save
 from modelopt_spec.disk import sha256_of
-from modelopt_spec.errors import CheckpointError, UnsupportedError
+from modelopt_spec.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoints.drafts import CASES, converted, draft_of
 from tests.checkpoints.test_gguf import tokenizer_file
 from tests.tiny import tiny
@@ -52,6 +52,43 @@ def test_overwriting_spares_what_is_read_and_what_is_no_drafter(tmp_path):
             write(model, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
     assert (tmp_path / "run" / "drafter" / "drafter.json").is_file()
+
+
+def test_an_export_replaces_exports_and_no_checkpoint(tmp_path):
+    model, other = converted("vanilla"), converted("vanilla", seed=1)
+    checkpoint = save(model, tmp_path / "checkpoint")
+    before = files(checkpoint)
+    for source in (other, save(other, tmp_path / "other")):
+        with pytest.raises(CheckpointError, match="which an export does not replace: name another directory"):
+            export(source, checkpoint, overwrite=True, quiet=True)
+    assert files(checkpoint) == before
+    save(other, checkpoint, overwrite=True)
+    assert files(checkpoint) != before
+    for source in (model, other):
+        export(source, tmp_path / "draft", overwrite=True, quiet=True)
+
+
+def test_a_place_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for write in (save, export):
+        with pytest.raises(CheckpointError, match=r"file/a/b cannot be written, as .*file is a file"):
+            write(converted(), tmp_path / "file" / "a" / "b")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([1], r"extra is \[1\]"),
+        ({1: 2}, "a dict of names"),
+        ({"loss": torch.ones(1)}, r"extra\['loss'\] is no JSON value"),
+        ({"kind": "mine", "sha256": "0"}, "extra has 'kind', 'sha256', which save writes itself"),
+        ({"recipe": [1]}, r"extra: recipe is \[1\], not an object"),
+    ],
+)
+def test_entries_that_would_spoil_a_checkpoint_are_refused(tmp_path, extra, message):
+    with pytest.raises(ConfigError, match=message):
+        save(converted(), tmp_path / "out", extra=extra)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_have_the_modes_that_the_umask_grants(tmp_path):
