@@ -16,6 +16,7 @@ from modelopt_spec import cli_checks, cli_run, interrupts
 from modelopt_spec.arguments import MAX_RANKS, MAX_ROWS
 from modelopt_spec.consoles import stdout_console
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.outputs import check_outputs
 from modelopt_spec.text_files import finite
 from modelopt_spec.versions import __version__
 
@@ -30,8 +31,17 @@ app = typer.Typer(
 )
 console = stdout_console()
 
+
+def _json_place(path: Path | None) -> Path | None:
+    check_outputs({"--json": path})
+    return path
+
+
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No tables and no progress bars.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file ('-' for stdout).")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result to this file ('-' for stdout).", callback=_json_place),
+]
 Target = Annotated[str | None, typer.Option("--target", help="Target model; default: the one it was trained for.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]

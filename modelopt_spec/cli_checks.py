@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,6 @@ __all__ = [
     "check_choice",
     "check_engines",
     "check_file",
-    "check_outputs",
     "check_place",
     "check_recipe",
     "check_recipe_data",
@@ -174,27 +173,6 @@ def check_file(path: Path | None, what: str) -> None:
     """
     if path is not None and not path.is_file():
         raise DataError(f"{path}: no such file; {what}")
-
-
-def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
-    """Files that a command writes, by option: none twice, none that it reads, none that is no ordinary file.
-
-    Raises:
-        ConfigError: one of these.
-    """
-    read = {Path(name).resolve() for name in inputs if name is not None and Path(name).exists()}
-    written: dict[Path, str] = {}
-    for option, path in outputs.items():
-        if path is None or str(path) == "-":
-            continue
-        place = path.resolve()
-        if place in read:
-            raise ConfigError(f"{option} {path} is a file that this command reads: name another one")
-        if place in written:
-            raise ConfigError(f"{option} and {written[place]} both name {path}: one would replace the other")
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{option} {path} is no ordinary file: name one, or - with --json for standard output")
-        written[place] = option
 
 
 def check_sources(paths: Iterable[str]) -> None:

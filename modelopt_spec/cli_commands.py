@@ -15,13 +15,13 @@ from modelopt_spec.cli_checks import (
     DTYPES,
     check_choice,
     check_file,
-    check_outputs,
     check_recipe,
     check_sources,
     check_target,
     checkpoint_directory,
     load_checked,
 )
+from modelopt_spec.outputs import check_outputs
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint (mtsp train), or an exported or published draft.")]
 Prompts = Annotated[list[str], typer.Option("--prompts", help="JSONL prompt file; give it several times for more.")]

@@ -9,7 +9,6 @@ import typer
 
 from modelopt_spec.cli import Device, Json, Quiet, call, console, device_of, emit, print_table
 from modelopt_spec.cli_checks import (
-    check_outputs,
     check_place,
     check_recipe_data,
     check_sources,
@@ -17,6 +16,7 @@ from modelopt_spec.cli_checks import (
     load_checked,
 )
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.outputs import check_outputs
 
 app = typer.Typer(help="Prepare, regenerate, inspect and cache training data.", no_args_is_help=True)
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from modelopt_spec.cli import Json, Quiet, call, emit
-from modelopt_spec.cli_checks import check_outputs
 from modelopt_spec.errors import CheckpointError, ConfigError
+from modelopt_spec.outputs import check_outputs
 
 
 def report(
@@ -26,9 +26,9 @@ def report(
     """
     if not run_dir.is_dir():
         raise CheckpointError(f"{run_dir} is not a directory: name a run's output_dir (it holds report.json)")
-    check_outputs({"--out": out, "--json": json_path}, include or [])
     if out is not None and out.suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {out} is not named as a page: give a name that ends in .html")
+    check_outputs({"--out": out, "--json": json_path}, include or [])
     result = call("reports.page:write_report", run_dir, out, more=include or [])
     if not quiet and str(json_path) != "-":
         typer.echo(f"{result['file']}: {', '.join(result['sections'])}")

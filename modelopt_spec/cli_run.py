@@ -88,7 +88,11 @@ def run(application: Callable[..., Any], arguments: Sequence[str], *, debug: boo
     quiet = any(word in ("--quiet", "-q", "--help") for word in arguments)
     command = next((word for word in arguments if not word.startswith("-")), "")
     try:
-        with noise.filtered(everything=debug), heartbeat(f"mtsp {command}".rstrip(), quiet=quiet):
+        with (
+            noise.filtered(everything=debug),
+            noise.own_warnings_as(_warn),
+            heartbeat(f"mtsp {command}".rstrip(), quiet=quiet),
+        ):
             status = _run(application, arguments, debug)
         if status != INTERRUPTED:
             return status
@@ -131,6 +135,10 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     if given and given[-1] not in message:
         message += f" (got {given[-1]!r})"
     return f"{message} ({command} --help lists what there is)" if message else f"{command} --help lists what there is"
+
+
+def _warn(message: str) -> None:
+    Console(stderr=True).print(f"[yellow]warning:[/] {_escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _complain(message: str) -> int:

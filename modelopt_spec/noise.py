@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-__all__ = ["MESSAGES", "filtered"]
+__all__ = ["MESSAGES", "filtered", "own_warnings_as"]
 
 MESSAGES = (
     # megatron-core, which ModelOpt imports where it is installed
@@ -52,4 +54,23 @@ def filtered(*, everything: bool = False) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         for message in MESSAGES:
             warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+@contextlib.contextmanager
+def own_warnings_as(show: Callable[[str], None]) -> Iterator[None]:
+    """Hand the texts of this package's own warnings to ``show`` instead of printing where in the code they arose."""
+    package = str(Path(__file__).parent)
+    with warnings.catch_warnings():
+        original = warnings.showwarning
+
+        def showwarning(
+            message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+        ) -> None:
+            if category is UserWarning and filename.startswith(package):
+                show(str(message))
+            else:
+                original(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = showwarning
         yield

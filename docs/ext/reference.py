@@ -312,14 +312,15 @@ def step_table(path: Path) -> str:
     for result in sorted(measured["results"], key=place):
         sizes, over, peak = result["sizes"], result["over_floor"], result["peak_mib"]
         row = [result["head"], sizes["anchors"], sizes["seq"], sizes["vocab"], f"{result['floor_seconds']:.2f}"]
-        row += [f"{over['ours']:.2f}", f"{peak['ours']:.0f}"]
+        system = result.get("system_over_floor", {}).get("ours")
+        row += [f"{over['ours']:.2f}", "" if system is None else f"{system:.2f}", f"{peak['ours']:.0f}"]
         for name in PEERS:
             if name in over:
                 row += [f"{over[name]:.2f}", f"{result['time_ratio'][name]:.2f}", f"{result['peak_ratio'][name]:.2f}"]
             else:
                 row += ["", "", ""]
         rows.append(row)
-    head = ["head", "N", "S", "V", "floor, s", "time / floor", "peak, MiB"]
+    head = ["head", "N", "S", "V", "floor, s", "time / floor", "of it the system", "peak, MiB"]
     for title in PEERS.values():
         head += [f"{title} / floor", f"time / {title}", f"peak / {title}"]
     shown = [column for column in range(len(head)) if any(row[column] for row in rows)]

@@ -58,6 +58,7 @@ from modelopt_spec.decoding.sampling import Sampling
 from modelopt_spec.decoding.statistics import count_prompts, interval, round_statistics
 from modelopt_spec.drafter.drafter import Drafter
 from modelopt_spec.errors import ConfigError
+from modelopt_spec.outputs import check_outputs
 from modelopt_spec.scheduling.api import open_policy
 from modelopt_spec.text_files import finite
 from modelopt_spec.versions import versions
@@ -126,6 +127,8 @@ def evaluate(
         raise ConfigError(f"this {type(model).__name__} has no drafter: convert it or restore a checkpoint first")
     check_tokenizer(tokenizer)
     files = read_prompt_files(prompts, limit)
+    read = [prompts] if isinstance(prompts, str | Path) else prompts
+    check_outputs({"rounds_out": rounds_out, "out": out, "figure": figure}, read, stdout=False)
     if not isinstance(temperatures, Sequence) or isinstance(temperatures, str):
         raise ConfigError(f"temperatures is {temperatures!r}: it must be a list, for example (0.0, 0.7); 0 is greedy")
     if not temperatures:
@@ -135,6 +138,8 @@ def evaluate(
     whole_number("batch_size", batch_size, 1)
     whole_number("max_new_tokens", max_new_tokens, 1)
     check_seed("seed", seed)
+    whole_number("top_k", top_k, 0, note="; 0 keeps all")
+    number("top_p", top_p, 0, 1, above=True, wanted="a number above 0 and at most 1")
     count = check_num_draft_tokens(drafter, num_draft_tokens)
     policy = open_policy(scheduler, model, tokenizer, gamma=count)
     renderer = ChatRenderer(tokenizer, data_config)

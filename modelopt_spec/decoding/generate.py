@@ -14,6 +14,7 @@ Legend: B rows, R rows still running, S prompt length, n draft tokens sent to th
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +147,7 @@ def generate(
         )
     prompts = _unpad(input_ids, attention_mask, settings)
     _check_range(prompts, target.shape.embedding_rows)
+    _warn_beyond_positions(target.shape.max_position_embeddings, prompts, settings.max_new_tokens)
     if streamer is not None and not callable(streamer) and not hasattr(streamer, "put"):
         raise ConfigError(
             f"streamer is a {type(streamer).__name__}: pass a function of (row, new_tokens) or a transformers streamer"
@@ -204,6 +206,15 @@ def _parts(model: nn.Module) -> tuple[Drafter, HFTarget]:
             "drafter and restore it there"
         )
     return drafter, drafter.target
+
+
+def _warn_beyond_positions(positions: int, prompts: Sequence[Any], max_new_tokens: int) -> None:
+    if 0 < positions < max(map(len, prompts), default=0) + max_new_tokens:
+        warnings.warn(
+            f"the prompt and max_new_tokens {max_new_tokens} reach beyond the {positions} positions that the target "
+            "was made for: what it says there may be nonsense",
+            stacklevel=3,
+        )
 
 
 def _check_range(prompts: list[list[int]], rows: int) -> None:

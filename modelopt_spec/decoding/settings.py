@@ -8,7 +8,6 @@ does not reproduce is refused by name, never ignored.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,7 +213,6 @@ def resolve_settings(
             f"generation_config.max_length is {config.max_length} and the prompt has {prompt_width} tokens already: "
             "pass max_new_tokens"
         )
-    _warn_beyond_positions(model, prompt_width, int(limit))
     from_model = _first(config.eos_token_id, getattr(getattr(model, "config", None), "eos_token_id", None))
     asked = eos_token_id is not FROM_CONFIG
     eos = _ids("eos_token_id", eos_token_id if asked else from_model, embedded_ids if asked else None)
@@ -224,15 +222,3 @@ def resolve_settings(
         whole_number("pad_token_id", pad_token_id, 0)
     pad = int(_first(given, min(eos, default=None), 0))
     return Settings(int(limit), sampling, eos, pad, given is not None and pad not in eos, strings)
-
-
-def _warn_beyond_positions(model: nn.Module, prompt_width: int, limit: int) -> None:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    positions = getattr(text, "max_position_embeddings", None) or 0
-    if 0 < positions < prompt_width + limit:
-        warnings.warn(
-            f"{prompt_width} prompt tokens and max_new_tokens {limit} reach beyond the {positions} positions that the "
-            "target was made for: what it says there may be nonsense",
-            stacklevel=3,
-        )

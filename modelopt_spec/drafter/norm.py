@@ -45,7 +45,10 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float | None, angles: Angles | No
 
 
 class DraftNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that may rotate its result too."""
+    """``torch.nn.RMSNorm`` of the last dimension, with a weight, that may rotate its result too. Differentiable once."""
+
+    def __init__(self, width: int, eps: float | None = None) -> None:
+        super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
         """[..., d] -> [..., d]; with angles [..., d], heads [..., H, d] -> [..., H, d]."""
@@ -58,6 +61,8 @@ class DraftNorm(nn.RMSNorm):
 def _takes_tiles(x: Tensor, *others: Tensor) -> bool:
     """Whether all are on the CPU in the same full precision, and no compiler is there to fuse the plain steps."""
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
+    if x.shape[-1:] != others[0].shape:
         return False
     full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     return full and all(other.device == x.device and other.dtype == x.dtype for other in others)

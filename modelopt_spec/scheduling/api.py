@@ -14,6 +14,7 @@ from torch import nn
 
 from modelopt_spec.arguments import check_paths, check_seed, number, whole_number
 from modelopt_spec.errors import CheckpointError, ConfigError
+from modelopt_spec.outputs import check_outputs
 from modelopt_spec.scheduling.calibrate import calibrate_rounds, calibration_section
 from modelopt_spec.scheduling.calibration import CalibrationOptions
 from modelopt_spec.scheduling.cost import cost_from_dict
@@ -108,6 +109,10 @@ def calibrate(
         whole_number("min_events", min_events, 0)
     number("temperature", temperature, 0, wanted="0 (greedy) or a positive number")
     prompts = check_paths("prompts", prompts, "a JSONL prompt file")
+    if rounds is not None and not isinstance(rounds, str | Path | RoundTable):
+        raise ConfigError(f"rounds is a {type(rounds).__name__}: it must be a round file or a RoundTable")
+    read = [*prompts, rounds if isinstance(rounds, str | Path) else None]
+    check_outputs({"rounds_out": rounds_out}, read, stdout=False)
     limits = {"max_noise": max_noise, "min_events": min_events}
     options = CalibrationOptions(
         binning=Binning(bins, adaptive_bins),

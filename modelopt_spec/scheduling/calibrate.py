@@ -152,7 +152,7 @@ def split_prompts(table: RoundTable, share: float, seed: int) -> tuple[RoundTabl
         return table, None
     prompts = np.unique(table.prompt)
     if len(prompts) < 2:
-        raise DataError("the rounds come from one prompt: record more, or set held_out_share to 0")
+        raise DataError("the rounds come from one prompt: record more, or keep none out (held_out_share 0)")
     shuffled = np.random.default_rng(seed).permutation(prompts)
     kept_out = shuffled[: min(max(round(share * len(prompts)), 1), len(prompts) - 1)]
     judge = np.isin(table.prompt, kept_out)

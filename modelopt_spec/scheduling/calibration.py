@@ -140,7 +140,8 @@ def check_enough_rounds(logits: FloatArray, accepted_prefix: NDArray[Any], optio
             if count == 0:
                 raise DataError(
                     f"slot {k} was {what} in none of {rounds} rounds: its confidence cannot be calibrated. Collect "
-                    f"more rounds (at least {options.min_events} such events), or use fewer draft tokens (gamma)"
+                    f"more rounds (at least {options.min_events} such events), or use fewer draft tokens "
+                    "(num_draft_tokens)"
                 )
             by_events = math.ceil(rounds * options.min_events / count)
             if by_events > needed:

@@ -80,6 +80,8 @@ class RoundTable:
 
     def calibration_rounds(self) -> RoundTable:
         """Full blocks with a confidence at every slot; DataError when there is none."""
+        if not self.drafted.any():
+            raise DataError(f"no token was drafted in {len(self)} rounds: collect rounds with longer answers")
         if self.confidence_logits is None:
             raise DataError(
                 "confidence_logits is null in every round: the drafter has no confidence head, so there is nothing to "

@@ -194,11 +194,14 @@ def test_beyond_the_targets_positions_warns():
     model = add_drafter(tiny_target("llama"))
     positions = model.config.max_position_embeddings
     ids = torch.tensor([[5, 6, 7]])
-    with pytest.warns(UserWarning, match=f"3 prompt tokens .* beyond the {positions} positions"):
+    with pytest.warns(UserWarning, match=f"max_new_tokens {positions - 2} reach beyond the {positions} positions"):
         generate(model, ids, max_new_tokens=positions - 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, ids, max_new_tokens=positions - 3)
+        padded, mask = torch.nn.functional.pad(ids, (positions - 8, 0)), torch.ones(1, positions - 5, dtype=torch.long)
+        mask[:, : positions - 8] = 0
+        generate(model, padded, mask, max_new_tokens=9)
 
 
 def test_first_token_may_end_everything():

@@ -91,6 +91,12 @@ def test_a_compiler_sees_the_plain_steps(monkeypatch):
     assert torch.equal(compiled(x), plain_norm(x, layer.weight, 1e-6))
 
 
+def test_another_width_is_refused_with_and_without_gradients():
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="normalized_shape"):
+            DraftNorm(1)(torch.randn(3, 8))
+
+
 def test_nothing_to_differentiate_makes_no_graph():
     layer = DraftNorm(8, eps=1e-6).requires_grad_(False)
     assert not layer(torch.randn(2, 8)).requires_grad
