@@ -45,7 +45,7 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float | None, angles: Angles | No
 
 
 class DraftNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` of the last dimension, with a weight, that may rotate its result too. Differentiable once."""
+    """``torch.nn.RMSNorm`` of the last dimension, with a weight, that may rotate its result too."""
 
     def __init__(self, width: int, eps: float | None = None) -> None:
         super().__init__(width, eps=eps)

@@ -97,8 +97,14 @@ def _check_numbers(section: dict[str, Any]) -> None:
             check_seed(f"training.{key}", section[key])
     if section.get("output_dir") is not None and not str(section["output_dir"]).strip():
         raise ConfigError("training.output_dir is empty: name a directory, or leave it out (runs/mtsp)")
-    if section.get("max_steps") == 0:
-        raise ConfigError("training.max_steps is 0: give the number of optimizer steps, or -1 for whole epochs")
+    if section.get("torch_compile"):
+        raise ConfigError(
+            "training.torch_compile is true, but the fused loss fills buffers of its own, which torch.compile cannot "
+            "trace: leave it out"
+        )
+    steps = section.get("max_steps")
+    if steps is not None and (steps == 0 or steps < -1):
+        raise ConfigError(f"training.max_steps is {steps}: give the number of optimizer steps, or -1 for whole epochs")
 
 
 class TrainingSection(SpecConfig):

@@ -323,8 +323,9 @@ def _finished(model: nn.Module, output_dir: Path) -> dict[str, Any] | None:
 def _run(trainer: DraftTrainer, checkpoint: Path | None, max_minutes: float | None, *, quiet: bool) -> str | None:
     """Train; what ended the run before its last step, if anything did."""
     args = trainer.args
+    title = "train" if max_minutes is None else f"train, {max_minutes:g} minutes at most"
     with (
-        progress("train", _steps(trainer), quiet=quiet or not args.should_log) as advance,
+        progress(title, _steps(trainer), quiet=quiet or not args.should_log) as advance,
         Interrupt(max_minutes) as interrupt,
         noise.filtered(),
     ):

@@ -193,6 +193,8 @@ def test_unknown_recipe() -> None:
         ("training.learning_rate=0", "a positive number"),
         ("training.weight_decay=-0.1", "training.weight_decay is -0.1"),
         ("training.max_steps=0", "training.max_steps is 0"),
+        ("training.max_steps=-3", "training.max_steps is -3"),
+        ("training.torch_compile=true", "training.torch_compile is true"),
     ],
 )
 def test_numbers_are_checked_before_anything_is_loaded(override: str, message: str) -> None:
