@@ -55,7 +55,7 @@ def check_free(
         final = final.resolve()
     if final.exists() and not final.is_dir():
         raise CheckpointError(f"{final} is a file: name a directory to write to")
-    standing = next(parent for parent in final.parents if parent.exists())
+    standing = next((parent for parent in final.parents if parent.exists()), final)
     if not standing.is_dir():
         raise CheckpointError(f"{final} cannot be written, as {standing} is a file: name another directory")
     if final.is_dir() and any(final.iterdir()):
