@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def load_target(
         loader = AutoModelForCausalLM if plain else AutoModelForImageTextToText
         model = loader.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, **common)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot load the target {name!r}: {error}") from error
+        missing = "" if Path(path).exists() else "there is no such directory, and from the hub: "
+        raise CheckpointError(f"cannot load the target {name!r}: {missing}{error}") from error
     model.eval()
     return model if device is None else nn.Module.to(model, device)
 

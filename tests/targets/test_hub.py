@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from modelopt_spec.errors import CheckpointError
 from modelopt_spec.targets import hub
+from modelopt_spec.targets.load import load_target
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,3 +61,10 @@ def test_a_plan_without_a_network_is_one_line(closed_port: int, tmp_path: Path) 
     assert done.stderr.count("\n") == 1, done.stderr
     assert "cannot read the config of the target 'Qwen/Qwen3-8B'" in done.stderr
     assert "Retrying" not in done.stderr
+
+
+def test_a_target_that_is_nowhere_is_said_to_be_no_directory_either(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="'nowhere': there is no such directory, and from the hub"):
+        load_target("nowhere")
