@@ -37,6 +37,9 @@ def test_files_are_byte_equal(
                 card["target"].pop("class")  # a tiny model's config does not name its class
         else:
             assert contents[0] == contents[1], name
+    embeddings = {side: card["target"].pop("embedding") for side, card in cards.items()}
+    assert embeddings["megatron"] is None, "no rank needs to hold the whole embedding"
+    assert len(embeddings["hf"]) == 16
     assert cards["megatron"] == cards["hf"]
     sides = ("megatron_saved", "hf_saved", "hf_restored")
     assert len({(tmp_path / side / "model.safetensors").read_bytes() for side in sides}) == 1
