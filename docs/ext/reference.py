@@ -325,7 +325,7 @@ def step_table(path: Path) -> str:
         head += [f"{title} / floor", f"time / {title}", f"peak / {title}"]
     shown = [column for column in range(len(head)) if any(row[column] for row in rows)]
     table = _table([head[column] for column in shown], [[row[column] for column in shown] for row in rows])
-    return "\n".join([*table, "", f"Medians of {measured['repeats']}."]) + "\n"
+    return "\n".join([*table, "", f"Medians of at least {measured['repeats']}."]) + "\n"
 
 
 def decode_table(path: Path) -> str:
